@@ -88,6 +88,7 @@ class RequestLayout:
         "http_head",
         "inputs",
         "is_simple",
+        "keeps_message",
         "outputs",
         "plain",
         "priority",
@@ -111,6 +112,10 @@ class RequestLayout:
         """Raw bytes of all inputs."""
         self.raw_numbers = _raw_numbers_of(inputs)
         """Name, shape, dtype and offset of each input, if all are raw numbers and any value is valid."""
+        self.keeps_message = any(
+            array is None and spec.dtype.kind not in TEXT for spec, _, _, array in inputs
+        )
+        """Whether an input is a view of the message, which stays in memory as long."""
         self.rows = _rows_of(inputs)
         self.outputs = outputs
         """The spec of each wanted output, and whether it is wanted as raw bytes."""
@@ -133,16 +138,25 @@ class RequestLayout:
 
 
 class DecodedRequest:
-    """One inference request: its id, its layout, and its inputs by name."""
+    """One inference request: its id, its layout, and its inputs by name.
 
-    __slots__ = ("id", "inputs", "layout", "nbytes")
+    :param message_nbytes: the size of the message that it came in.
+    """
 
-    def __init__(self, layout: RequestLayout, request_id: str, inputs: dict[str, Array]) -> None:
+    __slots__ = ("id", "inputs", "kept_nbytes", "layout", "nbytes")
+
+    def __init__(
+        self, layout: RequestLayout, request_id: str, inputs: dict[str, Array], message_nbytes: int
+    ) -> None:
         self.layout = layout
         self.id = request_id
         self.inputs = inputs
-        self.nbytes = layout.binary_nbytes if layout.raw_numbers else sum(map(_memory_of, inputs.values()))
-        """Memory that the inputs take, in bytes."""
+        self.kept_nbytes = self.nbytes = message_nbytes if layout.keeps_message else 0
+        """Memory that the inputs take, in bytes; and how much of it is the message's."""
+        if not layout.raw_numbers:
+            for spec, _, _, array in layout.inputs:
+                if array is not None or spec.dtype.kind in TEXT:
+                    self.nbytes += _memory_of(inputs[spec.name])
 
 
 class ModelCodec:

@@ -83,6 +83,8 @@ NAME_END: Final = re.compile(rb'"[ \t\r\n]*:')
 
 ID: Final = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"([\w.:-]{1,256})"')
 """A plain id in a head."""
+ID_KEY: Final = re.compile(rb'"id"[ \t\r\n]*:')
+"""The name of an id in a head, or of something else in it; a tensor's name may be ``id``, too."""
 
 KNOWN_FIELDS: Final = frozenset({"inputs", "outputs", "parameters", "model_name", "model_version"})
 """The fields of a request besides its id. A head with any other may mean something else over a websocket."""
@@ -114,7 +116,7 @@ class JsonCodec(ModelCodec):
             rest, request_id = split_id(head)
             layout = self._heads.get(rest)
         if layout is not None and layout.binary_nbytes == len(body) - head_nbytes:
-            return DecodedRequest(layout, request_id, read_inputs(layout, body, head_nbytes))
+            return DecodedRequest(layout, request_id, read_inputs(layout, body, head_nbytes), len(body))
         content = parse_object(memoryview(body)[:head_nbytes], "the request", self.json_max)
         return self.decode_parsed(content, head_nbytes, body, head_nbytes, pause, head=head)
 
@@ -157,12 +159,12 @@ class JsonCodec(ModelCodec):
             for (spec, shape, _, array), given in zip(layout.inputs, values, strict=True):
                 if array is IN_HEAD:
                     inputs[spec.name] = from_json(spec, given, shape, pause)
-        return DecodedRequest(layout, request_id, inputs)
+        return DecodedRequest(layout, request_id, inputs, len(body))
 
     def _remember(self, head: bytes, request_id: str, layout: RequestLayout) -> None:
         """Remember a head without its id, unless something else in it may be taken for one."""
         rest, found = split_id(head)
-        if found == request_id and head.count(b'"id"') == bool(found) and b"\\" not in head:
+        if found == request_id and len(ID_KEY.findall(head)) == bool(found) and b"\\" not in head:
             remember(self._heads, rest, layout)
 
     def decode_known(self, rest: bytes, request_id: str, body: Buffer, start: int) -> DecodedRequest | None:
@@ -174,7 +176,7 @@ class JsonCodec(ModelCodec):
         layout = self._heads.get(rest)
         if layout is None or layout.binary_nbytes != len(body) - start:
             return None
-        return DecodedRequest(layout, request_id, read_inputs(layout, body, start))
+        return DecodedRequest(layout, request_id, read_inputs(layout, body, start), len(body))
 
     def decode_raw(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
         """Decode a body that consists of one row of the model's only input.
@@ -199,7 +201,7 @@ class JsonCodec(ModelCodec):
             body = b"".join((len(body).to_bytes(LENGTH_NBYTES, "little"), body))
         outputs = tuple((spec, True) for spec, _ in self._outputs.values())
         layout = self._checked_layout(((spec, shape, len(body), None),), outputs)
-        return DecodedRequest(layout, "", read_inputs(layout, body, 0, pause))
+        return DecodedRequest(layout, "", read_inputs(layout, body, 0, pause), len(body))
 
     def decode_plain(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
         """Decode a request in plain JSON: see :mod:`asynctrt.kserve.plain_json`. It wants all outputs.
@@ -221,7 +223,7 @@ class JsonCodec(ModelCodec):
             # In the form of rows, they come first.
             given = from_json(spec, values[spec.name], shape if form != ROWS else shapes[spec.name], pause)
             inputs[spec.name] = given if form != ROWS else spec.as_given(given)
-        return DecodedRequest(layout, "", inputs)
+        return DecodedRequest(layout, "", inputs, len(body))
 
     def _plain_layout(
         self, form: str, shapes: Mapping[str, tuple[int, ...]], scheduling: tuple[int, float | None]

@@ -74,6 +74,8 @@ def _check(spec: TargetSpec, kind: str, *has_effect: str) -> None:
     shown = {"options": ", ".join(spec.changed_options), "tls": "ca, cert, key or insecure"}
     for name in given:
         if name not in allowed:
+            if name == "tls" and spec.scheme:
+                kind = "an address without TLS, other than https://, wss:// and grpcs://"
             raise OptionsError(f"{shown.get(name, name)} cannot be set for {kind}: it would have no effect")
 
 

@@ -203,18 +203,21 @@ def _read_table(path: Path) -> list[Any]:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+    rows: list[Any] = []
     if path.suffix not in JSON_LINES:
-        table = csv.reader(io.StringIO(text, newline=""), strict=True)
+        table, ended = csv.reader(io.StringIO(text, newline=""), strict=True), 0
         try:
-            names = next(table, [])
-            if len(set(names)) < len(names):
-                raise OptionsError(f"{str(path)!r} has two columns of the same name: {names}")
-            # A row with too few or too many values is returned as it is.
-            count = len(names)
-            return [dict(zip(names, row, strict=True)) if len(row) == count else row for row in table if row]
+            for row in table:
+                rows.append(row)
+                ended = table.line_num
         except csv.Error as error:
-            raise OptionsError(f"{str(path)!r}, line {table.line_num + 1} is not CSV: {error}") from error
-    rows = []
+            raise OptionsError(f"{str(path)!r}, line {ended + 1} is not CSV: {error}") from error
+        names, *rows = rows or [[]]
+        if len(set(names)) < len(names):
+            raise OptionsError(f"{str(path)!r} has two columns of the same name: {names}")
+        # A row with too few or too many values is returned as it is.
+        count = len(names)
+        return [dict(zip(names, row, strict=True)) if len(row) == count else row for row in rows if row]
     # Not `splitlines`, which also splits at other characters, such as U+2028 in a text.
     for number, line in enumerate(text.split("\n"), start=1):
         try:

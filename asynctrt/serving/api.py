@@ -400,7 +400,7 @@ class Api:
             del body
         if hold is not None:
             # The inputs are views of the body, whose memory the inference holds from here on.
-            hold.set(max(0, hold.nbytes - inference.request.layout.binary_nbytes))
+            hold.set(max(0, hold.nbytes - inference.request.kept_nbytes))
         del hold
         await inference.answer()
         answer = await self.infer_answer(inference)

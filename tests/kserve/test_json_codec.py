@@ -158,6 +158,17 @@ def test_the_same_head_is_not_parsed_again_and_the_tensors_and_ids_are_each_requ
     assert len(codec._heads) <= LAYOUTS_MAX
 
 
+@pytest.mark.parametrize("given", [{}, {"id": "a"}])
+def test_a_head_is_remembered_if_a_tensor_is_called_id(given):
+    named = TensorSpec("id", "float32", (2,))
+    machine = JsonCodec("m", "3", [named], [Y])
+    body, length = build([binary(named, np.zeros((1, 2), np.float32))], bytes(8), **given)
+    for request_id in ("a", "b"):
+        call = machine.decode(body.replace(b'"a"', f'"{request_id}"'.encode()), length)
+        assert call.id == (request_id if given else "")
+    assert len(machine._heads) == 1
+
+
 @pytest.mark.parametrize("more", [{}, {"parameters": {"priority": 2}}])
 def test_requests_that_differ_in_their_values_share_a_layout(codec, more):
     def asked(x, n, **given):

@@ -474,14 +474,14 @@ def test_too_many_rows_are_refused_before_their_values_are_read():
 @pytest.mark.parametrize(
     ("body", "error", "says"),
     [
-        (b"\x2a\x00" * 200_000, TooLargeError, "more than 1024 inputs"),
-        (b"\x3a\x00" * 200_000, TooLargeError, "more than 1024 inputs"),
-        (b"\xa0\x06\x01" * 200_000, TooLargeError, "more than 1024 inputs"),
-        (b"\x25abcd" * 200_000, TooLargeError, "more than 1024 inputs"),
+        (b"\x2a\x00" * 200_000, TooLargeError, "more than 4096 inputs"),
+        (b"\x3a\x00" * 200_000, TooLargeError, "more than 4096 inputs"),
+        (b"\xa0\x06\x01" * 200_000, TooLargeError, "more than 4096 inputs"),
+        (b"\x25abcd" * 200_000, TooLargeError, "more than 4096 inputs"),
         (
             b"\xba\x80\x00\x00" * 200_000,
             TooLargeError,
-            "more than 1024 inputs",
+            "more than 4096 inputs",
         ),  # A tag that is longer than needed.
         (b"\x2a\xc0\x84\x3d" + b"\x18\x01" * 500_000, TooLargeError, "bytes besides raw_input_contents"),
         (b"\x3b\x3c" + b"\x2a\x00" * 200_000, RequestError, "has a group"),

@@ -503,7 +503,7 @@ class TestServer:
             asked = request("/v2/models/double/infer", body, Inference_Header_Content_Length=len(start))
             for raw in raws[:2]:
                 raw.send(asked)
-            await until(lambda: server.api.memory.nbytes == 2 * 32 * columns)
+            await until(lambda: server.api.memory.nbytes == 2 * (32 * columns + len(start)))
             raws[2].send(asked)
             status, headers, _ = await raws[2].answer()
             assert (status, headers["asynctrt-error"]) == (503, "QueueFullError")
@@ -512,6 +512,39 @@ class TestServer:
             raws[2].send(asked)
             assert (await raws[2].answer())[0] == 200
             await until(lambda: not server.api.memory.nbytes)
+
+    @pytest.mark.parametrize("protocol", ["http", "websocket", "grpc"])
+    async def test_a_message_is_counted_while_one_of_its_tensors_is_in_use(self, protocol):
+        """However little of it the tensor is: a view keeps the whole message in memory."""
+        device, nbytes = LatchDevice(), 100_000
+        start = b"{" + b" " * nbytes + head()[1:]
+        tensor = np.full(COLUMNS, 3, np.float32).tobytes()
+        async with (
+            serving(
+                {"double": double_model(dims=(COLUMNS,))}, engine={"device": device}, grpc=True
+            ) as server,
+            connected(server) as raw,
+            grpc.aio.insecure_channel(server.grpc_target) as channel,
+            opened(server, "/v2/models/double/ws") as websocket,
+        ):
+            if protocol == "http":
+                length = {"Inference_Header_Content_Length": len(start)}
+                raw.send(request("/v2/models/double/infer", start + tensor, **length))
+            elif protocol == "websocket":
+                await websocket.send(len(start).to_bytes(4, "little") + start + tensor)
+            else:
+                call = pb.ModelInferRequest(model_name="double", raw_input_contents=[tensor])
+                call.inputs.add(name="input", datatype="FP32", shape=[1, COLUMNS])
+                call.parameters["padding"].string_param = " " * nbytes
+                infer = channel.unary_unary(f"/{SERVICE}/ModelInfer", response_deserializer=bytes)
+                asked = infer(call.SerializeToString(), timeout=WAIT_S)
+            await until(lambda: device.held == 1)
+            counted_nbytes = server.api.memory.nbytes
+            device.open()
+            assert counted_nbytes >= 2 * ROW_NBYTES + nbytes
+            await until(lambda: not server.api.memory.nbytes)
+            if protocol == "grpc":
+                await asked
 
     async def test_compressed_bodies_wait_for_what_they_become(self, monkeypatch):
         monkeypatch.setattr(memory_module, "WAIT_NS", 10_000_000)
