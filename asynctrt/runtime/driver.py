@@ -124,10 +124,14 @@ class Driver:
         """Called with each answered batch, just before its callers get their results; must not raise."""
         self.on_launch: Callable[[Batch], None] | None = None
         """Called with each batch before its rows are touched; must not raise."""
-        # The requests of the batch that is being answered.
+        # The requests that are being answered.
         self._answering: Sequence[Request] = ()
         self._reaper = Reaper(loop, now_ns, context=self._context, on_interrupt=self._interrupted)
-        self._alarm = Alarm(loop, self._pump, context=self._context)
+        try:
+            self._alarm = Alarm(loop, self._pump, context=self._context)
+        except BaseException:
+            self._reaper.close()
+            raise
         self._copiers = Copiers(self._reaper, now_ns)
         # A thread for each context, and threads that help to stage a batch.
         threads_max = len(pool.contexts) + self._copiers.parts_max - 1
