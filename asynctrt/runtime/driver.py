@@ -412,10 +412,13 @@ class Driver:
 
     def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
         """Answer requests whose deadline has passed, and requests displaced from a full queue."""
-        for request in self._queue.expire(now_ns, arrived_by_ns):
+        self._answering = self._queue.expire(now_ns, arrived_by_ns)
+        for request in self._answering:
             answer_error(request, deadline_error(request, now_ns))
-        for request in self._queue.take_displaced():
+        self._answering = self._queue.take_displaced()
+        for request in self._answering:
             answer_error(request, displaced_error(request))
+        self._answering = ()
 
     def _reject(self, rejected: RejectedBatch) -> None:
         make = typed_errors(self._name, rejected.requests, rejected.error)
@@ -814,6 +817,7 @@ class Driver:
         self, batch: Batch, error: BaseException, flight: InFlight | None = None, *, quarantine: bool = False
     ) -> None:
         """End a batch with an error for each caller who still waits; other batches go on."""
+        self._answering = batch.requests
         if flight is not None:
             self._flights.pop(flight, None)
             self._leave_lane(flight)
@@ -821,6 +825,7 @@ class Driver:
         make = typed_errors(self._name, batch.requests, error)
         for request in batch.requests:
             answer_error(request, make())
+        self._answering = ()
         if flight is not None and quarantine:
             self._given_up.add(flight)
         elif flight is not None:
@@ -904,7 +909,7 @@ class Driver:
         flights = tuple(self._flights)
         grown = [batch.requests for batch in self._growing]
         ready = () if self._to_deliver is None else self._to_deliver[0]
-        waiting = [self._scheduler.taken, self._answering, ready, *grown]
+        waiting = [self._scheduler.taken, self._answering, self._queue.displaced, ready, *grown]
         waiting += [flight.batch.requests for flight in flights]
         for flight in flights:
             arena = flight.context.arena

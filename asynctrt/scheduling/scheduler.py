@@ -391,6 +391,7 @@ class Scheduler:
         if part is None:
             return None
         key, chosen = part
+        self.taken = chosen
         rows = sum(request.rows for request in chosen)
         found = self._run_as.find(key, rows)
         if isinstance(found, Exception):
