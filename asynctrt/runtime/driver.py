@@ -133,6 +133,8 @@ class Driver:
             self._reaper.close()
             raise
         self._copiers = Copiers(self._reaper, now_ns)
+        # One call's answers are joined at a time: several threads gain nothing, and slow the loop down.
+        self._join_turn = asyncio.Lock()
         # A thread for each context, and threads that help to stage a batch.
         threads_max = len(pool.contexts) + self._copiers.parts_max - 1
         self._enqueuers = Jobs("asynctrt-enqueue", threads_max, self._reaper, now_ns)
@@ -265,7 +267,8 @@ class Driver:
         """Join the answers to the parts of a call in another thread. Until then, this is not idle."""
         self._joining += 1
         try:
-            return await in_thread(join)
+            async with self._join_turn:
+                return await in_thread(join)
         finally:
             self._joining -= 1
             self._tell_if_idle()
