@@ -10,7 +10,7 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Final, Unpack
 
-from asynctrt._util.loops import in_thread, running_loop
+from asynctrt._util.loops import in_thread, running_loop, see_through_in_thread
 from asynctrt._util.process import is_in_worker
 from asynctrt.backends.base import Model
 from asynctrt.backends.onnx_objects import OnnxObject, shown
@@ -117,7 +117,11 @@ async def open_local(
     with _apart():
         build = partial(_build, model, device, options, shared_arenas)
         parts = await in_thread(build, undo=lambda parts: parts.close(STREAM_END_S))
-        return LocalEngine(loop, parts, options, rows_first=rows_first)
+        try:
+            return LocalEngine(loop, parts, options, rows_first=rows_first)
+        except BaseException:
+            await see_through_in_thread(partial(parts.close, STREAM_END_S))
+            raise
 
 
 class NotOpenError(UsageError, AttributeError):

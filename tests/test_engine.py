@@ -6,8 +6,10 @@ import gc
 import itertools
 import os
 import pickle
+import resource
 import threading
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import anyio
@@ -764,6 +766,48 @@ class TestClosing:
         for _ in range(20):
             await cycle()
         assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+    @pytest.mark.parametrize("left", [0, 1])
+    async def test_nothing_is_left_of_an_engine_that_found_too_few_descriptors(self, left):
+        model, made, closed = double_model(), [], []
+        create_context = model.create_context
+
+        def created(device):
+            context = create_context(device)
+            close = context.close
+            context.close = lambda: (closed.append(context), close())
+            made.append(context)
+            return context
+
+        model.create_context = created
+        before = len(os.listdir("/proc/self/fd"))
+        with descriptors_left(left), pytest.raises(DeviceUnavailableError, match="ulimit -n"):
+            await asynctrt.open(model, contexts=2)
+        assert len(made) == 2
+        assert closed == made
+        assert len(os.listdir("/proc/self/fd")) == before
+        async with asynctrt.open(model) as engine:
+            await engine.infer(rows(1))
+
+
+@contextmanager
+def descriptors_left(count):
+    """Take all descriptors but a few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for descriptor in taken[len(taken) - count :]:
+            os.close(descriptor)
+        del taken[len(taken) - count :]
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 class TestLoops:

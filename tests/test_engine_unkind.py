@@ -340,6 +340,26 @@ class TestCalls:
             np.testing.assert_array_equal((await call)["output"], 2 * rows(*range(16)))
             await ending
 
+    async def test_many_calls_at_once_are_joined_one_after_the_other(self, monkeypatch):
+        monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
+        begun, go = [], threading.Event()
+        join = asynctrt.InferResult.join
+        monkeypatch.setattr(
+            asynctrt.InferResult, "join", lambda *parts: (begun.append(1), go.wait(WAIT_S), join(*parts))[-1]
+        )
+        async with asyncio.timeout(WAIT_S), asynctrt.open(double_model(), max_rows=2) as engine:
+            calls = [asyncio.ensure_future(engine.infer(rows(*range(16)))) for _ in range(5)]
+            await until(lambda: engine.statistics().succeeded == 5 * 8)
+            await until(lambda: begun)
+            calls[1].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calls.pop(1)
+            assert len(begun) == 1
+            go.set()
+            for result in await asyncio.gather(*calls):
+                np.testing.assert_array_equal(result["output"], 2 * rows(*range(16)))
+        assert len(begun) == 4
+
     async def test_who_has_got_all_parts_is_answered_though_they_are_not_joined_in_time(self, monkeypatch):
         monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
         begun, go = threading.Event(), threading.Event()

@@ -5,7 +5,6 @@ import math
 import sys
 from asyncio import _get_running_loop
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -55,6 +54,15 @@ async def in_lost_thread(function: Callable[[], T]) -> T:
 
     Neither the end of the process, nor a cancelled caller, nor a shared thread pool has to wait for it.
     """
+    future, thread = _thread_for(partial(copy_context().run, function), "asynctrt-look", is_daemon=True)
+    thread.start()
+    return await future
+
+
+def _thread_for(
+    function: Callable[[], T], name: str, *, is_daemon: bool
+) -> "tuple[asyncio.Future[T], Thread]":
+    """Return a thread that will run a function, and the future of its result."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -74,9 +82,9 @@ async def in_lost_thread(function: Callable[[], T]) -> T:
             error = raised
         with suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(done, result, error)
+        del error  # Breaks a cycle: its traceback holds this frame.
 
-    Thread(target=partial(copy_context().run, run), name="asynctrt-look", daemon=True).start()
-    return await future
+    return future, Thread(target=run, name=name, daemon=is_daemon)
 
 
 _OPENING: ContextVar[asyncio.AbstractEventLoop | None] = ContextVar("asynctrt-opening", default=None)
@@ -116,23 +124,23 @@ async def see_through_in_thread(
     """Run a blocking function in a thread that ends with it, and wait for it despite any cancellation.
 
     :param on_cancel: called on each cancellation.
-    :param timeout_s: how long to wait. The function runs on after that.
+    :param timeout_s: how long to wait. The function runs on after that, until the process ends.
     :returns: the function's future, completed unless the time is up, and the cancellation that the caller
         must still raise.
     """
-    loop = asyncio.get_running_loop()
-    executor = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-open")
+    # The end of the process must not wait for what may never end.
+    future, thread = _thread_for(function, "asynctrt-open", is_daemon=timeout_s < math.inf)
     try:
-        future = loop.run_in_executor(executor, function)
+        thread.start()
     except RuntimeError:
         # The system refuses another thread (ulimit -u). Run it here, so that resources are still closed.
-        future = loop.create_future()
         try:
             future.set_result(function())
         except Exception as error:
             future.set_exception(error)
     cancelled = await wait_shielded(future, timeout_s, on_cancel)
-    executor.shutdown(wait=future.done())
+    if future.done() and thread.ident is not None:
+        thread.join()
     return future, cancelled
 
 

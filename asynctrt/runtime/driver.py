@@ -124,11 +124,17 @@ class Driver:
         """Called with each answered batch, just before its callers get their results; must not raise."""
         self.on_launch: Callable[[Batch], None] | None = None
         """Called with each batch before its rows are touched; must not raise."""
-        # The requests of the batch that is being answered.
+        # The requests that are being answered.
         self._answering: Sequence[Request] = ()
         self._reaper = Reaper(loop, now_ns, context=self._context, on_interrupt=self._interrupted)
-        self._alarm = Alarm(loop, self._pump, context=self._context)
+        try:
+            self._alarm = Alarm(loop, self._pump, context=self._context)
+        except BaseException:
+            self._reaper.close()
+            raise
         self._copiers = Copiers(self._reaper, now_ns)
+        # One call's answers are joined at a time: several threads gain nothing, and slow the loop down.
+        self._join_turn = asyncio.Lock()
         # A thread for each context, and threads that help to stage a batch.
         threads_max = len(pool.contexts) + self._copiers.parts_max - 1
         self._enqueuers = Jobs("asynctrt-enqueue", threads_max, self._reaper, now_ns)
@@ -261,7 +267,8 @@ class Driver:
         """Join the answers to the parts of a call in another thread. Until then, this is not idle."""
         self._joining += 1
         try:
-            return await in_thread(join)
+            async with self._join_turn:
+                return await in_thread(join)
         finally:
             self._joining -= 1
             self._tell_if_idle()
@@ -408,10 +415,13 @@ class Driver:
 
     def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
         """Answer requests whose deadline has passed, and requests displaced from a full queue."""
-        for request in self._queue.expire(now_ns, arrived_by_ns):
+        self._answering = self._queue.expire(now_ns, arrived_by_ns)
+        for request in self._answering:
             answer_error(request, deadline_error(request, now_ns))
-        for request in self._queue.take_displaced():
+        self._answering = self._queue.take_displaced()
+        for request in self._answering:
             answer_error(request, displaced_error(request))
+        self._answering = ()
 
     def _reject(self, rejected: RejectedBatch) -> None:
         make = typed_errors(self._name, rejected.requests, rejected.error)
@@ -810,6 +820,7 @@ class Driver:
         self, batch: Batch, error: BaseException, flight: InFlight | None = None, *, quarantine: bool = False
     ) -> None:
         """End a batch with an error for each caller who still waits; other batches go on."""
+        self._answering = batch.requests
         if flight is not None:
             self._flights.pop(flight, None)
             self._leave_lane(flight)
@@ -817,6 +828,7 @@ class Driver:
         make = typed_errors(self._name, batch.requests, error)
         for request in batch.requests:
             answer_error(request, make())
+        self._answering = ()
         if flight is not None and quarantine:
             self._given_up.add(flight)
         elif flight is not None:
@@ -900,7 +912,7 @@ class Driver:
         flights = tuple(self._flights)
         grown = [batch.requests for batch in self._growing]
         ready = () if self._to_deliver is None else self._to_deliver[0]
-        waiting = [self._scheduler.taken, self._answering, ready, *grown]
+        waiting = [self._scheduler.taken, self._answering, self._queue.displaced, ready, *grown]
         waiting += [flight.batch.requests for flight in flights]
         for flight in flights:
             arena = flight.context.arena

@@ -313,8 +313,8 @@ class AtOnce:
     """When to launch the batch that may still grow; ``None`` if there is none."""
     bucket: Bucket | None = None
     """The bucket of that batch."""
-    was: Bucket | None = None
-    """The bucket of a batch that was held back since the last launch."""
+    was: BatchKey | None = None
+    """The key of a batch that was held back since the last launch."""
 
     def may_grow(self, bucket: Bucket, now_ns: int) -> bool:
         """Return whether the next batch can still grow before the device needs it. Call it only while others
@@ -354,7 +354,7 @@ class JustInTime(AtOnce):
         if due_ns <= now_ns:
             return False
         self.due_ns = due_ns
-        self.bucket = self.was = bucket
+        self.bucket, self.was = bucket, bucket.key  # The open batch may have another key soon.
         return True
 
 

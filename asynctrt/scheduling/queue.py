@@ -178,21 +178,20 @@ class Queue:
         :param arrived_by_ns: skip requests that arrived later: they had no chance to be launched yet.
         """
         due = self.deadlines.pop_due(now_ns, arrived_by_ns)
+        self._late += due  # First: after Ctrl-C, requests that have left are found nowhere else.
         for request in due:
             self.leave(request, Change.EXPIRE)
         self._counters.expired += len(due)
-        if self._late:
-            due += self._late
-            self._late = []
         self.has_to_expire = bool(self.deadlines.line)
-        return due
+        late, self._late = self._late, []
+        return late
 
     def give_up(self, late: Iterable[Request]) -> None:
         """Take requests out of the queue that cannot be answered in time; :meth:`expire` returns them."""
         for request in late:
+            self._late.append(request)
             self.leave(request, Change.EXPIRE)
             self._counters.expired += 1
-            self._late.append(request)
         self.has_to_expire = True
 
     def refuse(self, why: AsynctrtError) -> None:
@@ -255,11 +254,11 @@ class Queue:
                 self._forecast.trial = ()
             self._refuse(rows, len(requests))
         self._bucket_of(requests[0].key)  # If it raises, it does so before anything has changed.
+        self.displaced += displaced  # First, as in `expire`.
+        self.has_to_expire = True
         for request in displaced:
             self.leave(request, Change.FAIL)
         self._counters.failed += sum([not request.has_left for request in displaced])
-        self.displaced += displaced
-        self.has_to_expire = True
 
     def _bucket_of(self, key: BatchKey) -> BucketQueue:
         bucket = self._bucket

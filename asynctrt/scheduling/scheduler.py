@@ -374,7 +374,7 @@ class Scheduler:
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
         if self._growth.was is not None:
             was, self._growth.was = self._growth.was, None
-            batch.was_due = was.key is bucket.key and reason is not Reason.FULL and batch.is_timed
+            batch.was_due = was is bucket.key and reason is not Reason.FULL and batch.is_timed
         return batch
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
@@ -391,6 +391,7 @@ class Scheduler:
         if part is None:
             return None
         key, chosen = part
+        self.taken = chosen
         rows = sum(request.rows for request in chosen)
         found = self._run_as.find(key, rows)
         if isinstance(found, Exception):

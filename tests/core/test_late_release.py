@@ -49,3 +49,37 @@ def test_the_interpreter_waits_for_a_release_that_has_begun():
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["exits", "released"]
+
+
+HANGS = """
+import asyncio, logging, threading
+
+import asynctrt
+from asynctrt.core import local
+from asynctrt.devices.host import HostDevice
+from tests.models import double_model, rows
+
+
+class Hanging(HostDevice):
+    def _gave_back(self, nbytes):
+        if threading.current_thread() is not threading.main_thread():
+            threading.Event().wait()
+
+
+async def main():
+    logging.disable(logging.CRITICAL)
+    local.GIVE_BACK_S = 0.05
+    device = Hanging(in_place="never", unified=False)
+    async with asynctrt.open(double_model(), device=device, contexts=1) as engine:
+        await engine.infer(rows(1))
+
+
+asyncio.run(main())
+print("exits", flush=True)
+"""
+
+
+def test_the_interpreter_exits_though_a_library_never_gives_back_what_an_engine_held():
+    command = [sys.executable, "-c", HANGS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert (done.returncode, done.stdout.split()) == (0, ["exits"]), done.stderr

@@ -29,7 +29,7 @@ from tests.helpers import until
 from tests.models import rows
 from tests.runtime.support import WAIT_S
 
-ENTRIES = ("_pump", "_look", "submit", "enter")
+ENTRIES = ("_pump", "_look", "submit", "submit_plain")
 """Where the loop, or a caller, enters the driver."""
 
 
@@ -266,11 +266,33 @@ class Awaiting(FunctionModel):
         )
 
 
+class FailsForOne(FunctionModel):
+    """Doubles, but for batches with one value, which fail."""
+
+    def __init__(self, *, blocks):
+        def double(inputs):
+            if (inputs["input"] == 1).any():
+                raise ValueError("1 is not doubled")
+            return 2 * inputs["input"]
+
+        super().__init__(
+            double,
+            inputs=TensorSpec("input", "float32", (4,)),
+            outputs=TensorSpec("output", "float32", (4,)),
+        )
+
+
 HOW = {
     "in place": {"in_place": "always"},
     "a coroutine, begun in place": {"in_place": "always", "model": Awaiting},
     "a coroutine, begun by a thread": {"in_place": "never", "model": Awaiting},
     "on a thread of the device": {"in_place": "never"},
+    "tried again in halves in place": {"in_place": "always", "model": FailsForOne},
+    "tried again in halves on a thread, with late ones": {
+        "in_place": "never",
+        "model": FailsForOne,
+        "timeout": 1e-7,
+    },
     "enqueued by a thread": {"in_place": "never", "blocks": True},
     "staged and enqueued by a thread": {
         "in_place": "never",
@@ -291,7 +313,7 @@ HOW = {
 class Attempt:
     """Some requests, interrupted once."""
 
-    def __init__(self, interrupt, *, in_place, blocks=False, model=SlowToEnqueue):
+    def __init__(self, interrupt, *, in_place, blocks=False, model=SlowToEnqueue, timeout=None):
         self.interrupt = interrupt
         self.loop = asyncio.new_event_loop()
         device = HostDevice(in_place=in_place, threads=2)
@@ -299,10 +321,11 @@ class Attempt:
             model(blocks=blocks), device=device, contexts=2, max_rows=2, close_timeout=2 * WAIT_S
         )
         self.engine = self.finish(opening._open())
-        self.tasks = [self.loop.create_task(self.ask(value)) for value in range(6)]
+        timeouts = [None] * 4 + [timeout] * 2
+        self.tasks = [self.loop.create_task(self.ask(*one)) for one in enumerate(timeouts)]
 
-    async def ask(self, value):
-        result = await self.engine.infer(rows(value, value))
+    async def ask(self, value, timeout=None):
+        result = await self.engine.infer(rows(value, value), timeout=timeout)
         assert (result["output"] == 2 * value).all(), "rows of another caller"
 
     def finish(self, awaitable):

@@ -16,6 +16,7 @@ from asynctrt.scheduling.concurrency import (
     choose_lanes,
     lanes_that_pay,
 )
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -110,6 +111,16 @@ class TestJustInTime:
         batch = plan.next_batch(free_ns - LEAD_NS)
         assert (batch.reason, batch.rows, batch.was_due) == (Reason.AHEAD, 3, True)
         assert [request.future for request in batch.requests] == futures
+
+    def test_those_of_another_key_do_not_count_as_launched_when_they_were_due(self):
+        plan, now_ns = pipelined()
+        plan.times.times_all = True
+        _, free_ns = in_flight(plan, now_ns)
+        enter(plan, now_ns=now_ns + MS)
+        assert plan.next_batch(now_ns + MS) is None
+        enter(plan, key=BatchKey(("other",)), now_ns=now_ns + 2 * MS)
+        batch = plan.next_batch(free_ns - LEAD_NS)
+        assert (batch.key, batch.reason, batch.was_due) == (KEY, Reason.AHEAD, True)
 
     def test_rows_are_copied_early_to_the_context_that_keeps_the_size_of_their_batch(self):
         plan, now_ns = pipelined(change_ns=100 * MS)
