@@ -340,6 +340,16 @@ class TestCalls:
             np.testing.assert_array_equal((await call)["output"], 2 * rows(*range(16)))
             await ending
 
+    @pytest.mark.parametrize("limit", [64, 1 << 20], ids=["in a thread", "on the loop"])
+    async def test_draining_waits_until_parts_are_joined(self, monkeypatch, limit):
+        monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", limit)
+        for _ in range(20):
+            async with asyncio.timeout(WAIT_S), asynctrt.open(double_model(), max_rows=2) as engine:
+                call = asyncio.ensure_future(engine.infer(rows(*range(16))))
+                await asyncio.sleep(0)
+                await engine.drain()
+                assert call.done()
+
     async def test_many_calls_at_once_are_joined_one_after_the_other(self, monkeypatch):
         monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
         begun, go = [], threading.Event()
@@ -380,7 +390,10 @@ class TestCalls:
 
     async def test_who_comes_to_join_parts_once_the_engine_is_closed_is_answered(self, monkeypatch):
         monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
-        async with asyncio.timeout(WAIT_S), asynctrt.open(double_model(), max_rows=2) as engine:
+        async with (
+            asyncio.timeout(WAIT_S),
+            asynctrt.open(double_model(), max_rows=2, close_timeout=0.01) as engine,
+        ):
             late = asyncio.Event()
             gathered = asyncio.gather
 

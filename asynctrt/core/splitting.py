@@ -91,8 +91,15 @@ class SplitCall:
 
         :raises AsynctrtError: the error of the first part that fails.
         """
+        with self._driver.joining():
+            results = await self._answers()
+            nbytes = sum(array.nbytes for result in results for array in result.values())
+            join = partial(InferResult.join, results, self._axes)
+            return join() if nbytes <= COPY_ON_LOOP_NBYTES_MAX else await self._driver.join_in_thread(join)
+
+    async def _answers(self) -> list[InferResult]:
         try:
-            results = await asyncio.gather(*self._futures)
+            return await asyncio.gather(*self._futures)
         except BaseException as error:
             answered = sum(
                 future.done() and not future.cancelled() and future.exception() is None
@@ -109,9 +116,6 @@ class SplitCall:
             ) from None
         finally:
             self._futures = []  # Breaks a cycle: they hold the error, whose traceback holds this frame.
-        nbytes = sum(array.nbytes for result in results for array in result.values())
-        join = partial(InferResult.join, results, self._axes)
-        return join() if nbytes <= COPY_ON_LOOP_NBYTES_MAX else await self._driver.join_in_thread(join)
 
     def _give_up(self, _task: object = None) -> None:
         """Cancel the parts that are not done. Idempotent."""

@@ -10,7 +10,8 @@ context, launches the next batch and answers the callers.
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -263,15 +264,20 @@ class Driver:
         """Whether nothing is queued or in flight, and no answers are being joined."""
         return self._scheduler.is_idle and not self._joining
 
-    async def join_in_thread(self, join: Callable[[], InferResult]) -> InferResult:
-        """Join the answers to the parts of a call in another thread. Until then, this is not idle."""
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Until the end of the block, this is not idle: it waits for the parts of a call, and joins them."""
         self._joining += 1
         try:
-            async with self._join_turn:
-                return await in_thread(join)
+            yield
         finally:
             self._joining -= 1
             self._tell_if_idle()
+
+    async def join_in_thread(self, join: Callable[[], InferResult]) -> InferResult:
+        """Join the answers to the parts of a call in another thread, when those of earlier calls are."""
+        async with self._join_turn:
+            return await in_thread(join)
 
     def next_idle(self) -> asyncio.Future[None]:
         """Return a future that is done when nothing is queued and nothing is in flight."""
