@@ -61,9 +61,7 @@ class Pulse:
         self.looked_ns, self._beat = now_ns, beat
         self._waited_ns = 0 if self._has_answered or not groups else self._waited_ns + seen_ns
         self._has_answered = False
-        # A first batch may take any time, since it may have much to prepare.
-        patience_ns = max(STUCK_S * 1e9, STUCK_FACTOR * self.longest_ns)
-        self.is_stuck = self.longest_ns > 0 and self._waited_ns > patience_ns
+        self.is_stuck = self._waited_ns > max(STUCK_S * 1e9, STUCK_FACTOR * self.longest_ns)
         limit_s = self._timeout_s
         if limit_s is not None and self._silent_ns > max(limit_s, SILENCE_S_MIN) * 1e9:
             silent_s = self._silent_ns / 1e9
