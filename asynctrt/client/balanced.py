@@ -73,14 +73,17 @@ class Latency:
         self._answers = 0
         self._mean_s = self._calls = self._covariance = self._calls_variance = self._at_s = 0.0
         self._least_s = self._slope_s = 0.0
+        self._forgotten_s = FORGOTTEN_S
 
     def note(self, latency_s: float, calls: int, now_s: float) -> None:
         """Take note of an answer.
 
         :param calls: the calls that were in flight when its own was sent.
         """
-        remembered = self._remembered(now_s)
-        self._answers = min(self._answers + 1, ANSWERS)
+        remembered = exp2((self._at_s - now_s) / self._forgotten_s)
+        if self._answers < ANSWERS:
+            self._answers += 1
+            self._forgotten_s = FORGOTTEN_S * self._answers
         kept = (1 - 1 / self._answers) * remembered
         new = 1 - kept
         later_s, more = latency_s - self._mean_s, calls - self._calls
@@ -104,11 +107,7 @@ class Latency:
         if not self._answers:
             return calls * UNKNOWN_S
         took_s = self._mean_s + self._slope_s * (calls - self._calls)
-        return max(self._least_s, took_s) * self._remembered(now_s)
-
-    def _remembered(self, now_s: float) -> float:
-        """Return how much of what is known still counts, 0 to 1."""
-        return exp2((self._at_s - now_s) / (FORGOTTEN_S * self._answers)) if self._answers else 0.0
+        return max(self._least_s, took_s) * exp2((self._at_s - now_s) / self._forgotten_s)
 
 
 class _Server:
@@ -128,7 +127,8 @@ class _Server:
 
     def expected_s(self, now_s: float) -> float:
         """Estimate when it would answer another call: after its queues, and after this client's calls."""
-        return max(0.0, self.free_s - now_s) + self.latency.expected_s(self.in_flight, now_s)
+        expected_s = self.latency.expected_s(self.in_flight, now_s)
+        return expected_s if self.free_s <= now_s else expected_s + self.free_s - now_s
 
 
 def sooner_of_two(servers: Sequence[_Server], now_s: float) -> _Server:
@@ -146,8 +146,8 @@ class BalancedClient(Client):
 
     Of two servers drawn at random, a call goes to the one that is expected to answer first, by what it said
     of its queues and by how long it takes. Servers that are draining, cannot be reached or have lost their
-    device are left out. A call that such a server has not begun, or that is idempotent, is sent once more, to
-    another.
+    device are left out, while there are others. A call that such a server has not begun, or that is
+    idempotent, is sent once more, to another.
     """
 
     _delay_s = 0.0
