@@ -6,7 +6,7 @@ LOOK_S: Final = 0.5
 """How often a link looks at its worker."""
 
 STUCK_S: Final = 2.0
-"""A worker that has groups but has answered none for this long gets no more; waiting groups go to others."""
+"""If a worker that has groups has answered none for this long, other workers get them, if there are any."""
 
 STUCK_FACTOR: Final = 4
 """The same limit as a multiple of the longest batch answered so far; the larger limit counts."""

@@ -76,10 +76,10 @@ async def test_what_is_behind_a_batch_that_hangs_goes_to_another_device_until_it
         assert np.array_equal((await behind)["y"], 2 * rows(7))
         check(range(2, 5), await answered(engine, range(2, 5)))
         assert not hanging.done()
-        assert not engine._front.links[0].takes
+        assert engine._front.links[0].is_stuck
         ends(made.all[0])
         assert np.array_equal((await hanging)["y"], 2 * rows(7))
-        await until(lambda: engine._front.links[0].takes)
+        await until(lambda: not engine._front.links[0].is_stuck)
         statistics = engine.statistics()
         assert statistics.succeeded == 6 + 2 * has_answered
         assert (statistics.failed, statistics.worker_deaths) == (0, 0)
@@ -104,10 +104,24 @@ async def test_large_rows_that_are_moved_stay_what_they_are():
 async def test_without_idempotent_what_a_worker_has_stays_with_it():
     async with workers(KIND) as made, opened(idempotent=False) as engine:
         hanging, behind = await hangs(engine, made, rows(7))
-        await until(lambda: not engine._front.links[0].takes)
+        await until(lambda: engine._front.links[0].is_stuck)
         check([2, 3], await answered(engine, [2, 3]))  # It has not been given these.
         assert not behind.done()
         ends(made.all[0])
         for call in (hanging, behind):
             assert np.array_equal((await call)["y"], 2 * rows(7))
     assert engine._front._heap.blocks == 0
+
+
+async def test_the_only_worker_gets_what_it_may_answer_beside_a_batch_that_hangs():
+    """Its other contexts go on."""
+    async with workers(KIND) as made, opened(device="host") as engine, asyncio.timeout(WAIT_S):
+        await engine.infer(rows(1))
+        (link,), (worker,) = engine._front.links, made.all
+        worker.holds = True
+        hanging = engine.submit(rows(7))
+        await until(lambda: link.is_stuck)
+        call = engine.submit(rows(8))
+        await until(lambda: len(link.groups) == 2)
+        ends(worker)
+        await asyncio.gather(hanging, call)
