@@ -54,7 +54,7 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
           close it.
     :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object. With ``isolation="process"``
         several devices may be given, as a list of names or ``"cuda:0,cuda:1"``. Each then has its own worker
-        process, and a request goes to the device that is expected to finish it first.
+        process, and a request goes to the device that has the fewest rows to answer.
     :param shared_arenas: enqueue memory to share with other engines on the same device object.
     :param options: an :class:`Options`; ``settings`` are single options, which override it.
     :raises OptionsError: immediately, if an option is unknown or impossible.

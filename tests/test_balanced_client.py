@@ -5,7 +5,7 @@ import heapq
 import random
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import count
 
 import numpy as np
@@ -40,6 +40,40 @@ def slow_model(seconds):
 
 def url_of(server, scheme="http"):
     return server.http_url if scheme == "http" else server.http_url.replace("http", "ws") + "/v2/ws"
+
+
+class Scripted:
+    """A server that describes any model, breaks the connection, or never answers."""
+
+    breaks = holds = False
+    asked = 0
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1")
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+
+    async def _answer(self, reader, writer):
+        with suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                self.asked += 1
+                if self.breaks:
+                    break
+                if not self.holds:
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+
+async def drains(server):
+    """Let a server drain, and wait until its answers say so."""
+    server.repository.is_draining = True
+    async with connect(url_of(server)) as client:
+        while not client.is_draining:
+            await client.metadata("double")
+            await asyncio.sleep(0.02)
 
 
 def answered(server):
@@ -251,10 +285,51 @@ async def test_answers_say_how_long_queues_take_and_that_a_server_drains():
     async with serving() as server, connect(url_of(server)) as client:
         await infer(client)
         assert (client.drain_s, client.is_draining) == (0.0, False)
-        server.repository.is_draining = True
-        while not client.is_draining:
+        await drains(server)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_servers_that_all_drain_are_called_as_long_as_they_answer(servers):
+    async with AsyncExitStack() as stack:
+        draining = [await stack.enter_async_context(serving()) for _ in range(servers)]
+        client = await stack.enter_async_context(connect([url_of(one) for one in draining]))
+        for server in draining:
+            await drains(server)
+        for _ in range(20):
+            await infer(client)
+
+
+async def test_the_only_server_is_called_after_a_connection_was_lost():
+    async with Scripted() as server, connect([server.url]) as client:
+        server.breaks = True
+        with pytest.raises(ConnectionLostError, match="was lost"):
             await client.metadata("double")
-            await asyncio.sleep(0.02)
+        server.breaks = False
+        await client.metadata("double")
+
+
+async def test_closing_ends_the_calls_of_a_server_that_was_left_out():
+    async with Scripted() as one, Scripted() as two:
+        async with connect([one.url, two.url]) as client:
+            one.holds = two.holds = True
+            calls = [asyncio.create_task(client.metadata("double")) for _ in range(2)]
+            await until(lambda: one.asked and two.asked)
+            client._leave_out(client._servers[0])
+        async with asyncio.timeout(WAIT_S):
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(error) for error in ended} <= {ConnectionLostError, NotConnectedError}
+
+
+async def test_an_address_that_opens_late_beside_one_that_is_refused_is_opened_once(monkeypatch):
+    monkeypatch.setattr("asynctrt.client.balanced.REFRESH_S", 0.01)
+    async with serving() as first, serving(tokens=("s3cret",)) as refuses, Scripted() as late:
+        late.holds = True
+        addresses = [url_of(first, "ws")]
+        async with connect(lambda: asyncio.sleep(0, addresses)):
+            addresses = [url_of(first, "ws"), url_of(refuses, "ws"), late.url.replace("http", "ws")]
+            await until(lambda: late.asked)
+            await asyncio.sleep(0.1)
+            assert late.asked == 1
 
 
 async def test_all_addresses_of_a_name():

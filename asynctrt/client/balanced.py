@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from math import exp2
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
@@ -73,14 +73,17 @@ class Latency:
         self._answers = 0
         self._mean_s = self._calls = self._covariance = self._calls_variance = self._at_s = 0.0
         self._least_s = self._slope_s = 0.0
+        self._forgotten_s = FORGOTTEN_S
 
     def note(self, latency_s: float, calls: int, now_s: float) -> None:
         """Take note of an answer.
 
         :param calls: the calls that were in flight when its own was sent.
         """
-        remembered = self._remembered(now_s)
-        self._answers = min(self._answers + 1, ANSWERS)
+        remembered = exp2((self._at_s - now_s) / self._forgotten_s)
+        if self._answers < ANSWERS:
+            self._answers += 1
+            self._forgotten_s = FORGOTTEN_S * self._answers
         kept = (1 - 1 / self._answers) * remembered
         new = 1 - kept
         later_s, more = latency_s - self._mean_s, calls - self._calls
@@ -104,11 +107,7 @@ class Latency:
         if not self._answers:
             return calls * UNKNOWN_S
         took_s = self._mean_s + self._slope_s * (calls - self._calls)
-        return max(self._least_s, took_s) * self._remembered(now_s)
-
-    def _remembered(self, now_s: float) -> float:
-        """Return how much of what is known still counts, 0 to 1."""
-        return exp2((self._at_s - now_s) / (FORGOTTEN_S * self._answers)) if self._answers else 0.0
+        return max(self._least_s, took_s) * exp2((self._at_s - now_s) / self._forgotten_s)
 
 
 class _Server:
@@ -128,7 +127,8 @@ class _Server:
 
     def expected_s(self, now_s: float) -> float:
         """Estimate when it would answer another call: after its queues, and after this client's calls."""
-        return max(0.0, self.free_s - now_s) + self.latency.expected_s(self.in_flight, now_s)
+        expected_s = self.latency.expected_s(self.in_flight, now_s)
+        return expected_s if self.free_s <= now_s else expected_s + self.free_s - now_s
 
 
 def sooner_of_two(servers: Sequence[_Server], now_s: float) -> _Server:
@@ -146,8 +146,8 @@ class BalancedClient(Client):
 
     Of two servers drawn at random, a call goes to the one that is expected to answer first, by what it said
     of its queues and by how long it takes. Servers that are draining, cannot be reached or have lost their
-    device are left out. A call that such a server has not begun, or that is idempotent, is sent once more, to
-    another.
+    device are left out, while there are others. A call that such a server has not begun, or that is
+    idempotent, is sent once more, to another.
     """
 
     _delay_s = 0.0
@@ -163,6 +163,8 @@ class BalancedClient(Client):
         self._addresses = addresses
         self._connect = connect
         self._servers: list[_Server] = []
+        self._open: set[_Server] = set()
+        """The servers whose clients are open: these, and those left out that still have calls in flight."""
         self._refreshing: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._why: AsynctrtError | None = None
@@ -193,18 +195,22 @@ class BalancedClient(Client):
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])
-        servers, self._servers = self._servers, []
-        await asyncio.gather(*[server.client.aclose() for server in servers], *self._closing)
+        self._servers = []
+        for server in list(self._open):
+            self._close(server)
+        await asyncio.gather(*self._closing)
 
     @property
     def _is_over(self) -> bool:
         return self._is_closed
 
-    async def _infer(self, *request: Any) -> dict[str, Array]:
-        return await self._ask(lambda client: client._infer(*request))
+    # These two return another coroutine instead of awaiting it, which each call would pay for.
 
-    async def _describe(self, model: str, version: str) -> dict[str, Any]:
-        return await self._ask(lambda client: client._describe(model, version))
+    def _infer(self, *request: Any) -> Coroutine[Any, Any, dict[str, Array]]:
+        return self._ask(lambda client: client._infer(*request))
+
+    def _describe(self, model: str, version: str) -> Coroutine[Any, Any, dict[str, Any]]:
+        return self._ask(lambda client: client._describe(model, version))
 
     async def _ask(self, ask: Callable[[OneServer], Awaitable[T]]) -> T:
         """Send a call to one server; while it cannot be reached, to the next."""
@@ -219,8 +225,8 @@ class BalancedClient(Client):
                 break
             except (ConnectionLostError, LifecycleError, DeviceLostError) as error:
                 self._why = error
-                self._leave_out(server)
-                if not (self._servers and isinstance(error, NotConnectedError)):
+                self._avoid(server)
+                if not (self._servers and server.is_out and isinstance(error, NotConnectedError)):
                     raise
             except OverloadError:
                 server.free_s = now_s() + max(server.client.drain_s, FULL_S)
@@ -237,7 +243,7 @@ class BalancedClient(Client):
         server.free_s = ended_s + server.client.drain_s
         server.latency.note(ended_s - began_s, calls, ended_s)
         if server.client.is_draining:
-            self._leave_out(server)
+            self._avoid(server)
         return found
 
     def _choose(self, now_s: float) -> _Server:
@@ -264,9 +270,13 @@ class BalancedClient(Client):
         for server in [one for one in self._servers if one.address not in found]:
             self._leave_out(server)
         known = {server.address for server in self._servers}
-        await asyncio.gather(
-            *[self._join(address) for address in dict.fromkeys(found) if address not in known]
+        # Wait for all: one that still opened afterwards would be opened twice, or never closed.
+        joined = await asyncio.gather(
+            *[self._join(address) for address in dict.fromkeys(found) if address not in known],
+            return_exceptions=True,
         )
+        for error in filter(None, joined):
+            raise error
 
     async def _join(self, address: str) -> None:
         client = self._connect(address)
@@ -275,7 +285,14 @@ class BalancedClient(Client):
         except ConnectionLostError as error:
             self._why = error
         else:
-            self._servers.append(_Server(address, client))
+            server = _Server(address, client)
+            self._servers.append(server)
+            self._open.add(server)
+
+    def _avoid(self, server: _Server) -> None:
+        """Leave out a server, unless it is the only one and may still answer."""
+        if len(self._servers) > 1 or server.client._is_over:
+            self._leave_out(server)
 
     def _leave_out(self, server: _Server) -> None:
         """Send no more calls to a server. Its client is closed once its calls have ended."""
@@ -286,6 +303,9 @@ class BalancedClient(Client):
                 self._close(server)
 
     def _close(self, server: _Server) -> None:
+        if server not in self._open:
+            return  # The client was closed meanwhile.
+        self._open.remove(server)
         task = asyncio.create_task(server.client.aclose())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -18,14 +18,15 @@ from asynctrt.client.persistence import (
     in_time,
     input_specs,
     is_plain,
+    may_repeat,
     only_input,
-    persist,
+    pauses,
     queue_timeout,
     seconds_of,
     with_dtype,
     without_credentials,
 )
-from asynctrt.errors import ConnectionLostError, UsageError
+from asynctrt.errors import AsynctrtError, ConnectionLostError, UsageError
 from asynctrt.limits import limits_here
 from asynctrt.tensors import Array, TensorSpec
 
@@ -184,20 +185,23 @@ class Client(ABC):
     async def _describe(self, model: str, version: str) -> dict[str, Any]:
         """Ask for a model's description once."""
 
-    async def _persist(
+    def _persist(
         self, send: Callable[[], Awaitable[T]], deadline: float | None, *, is_idempotent: bool
-    ) -> T:
+    ) -> Awaitable[T]:
         answer = send() if self._attempts == 1 else self._send_again(send, is_idempotent=is_idempotent)
-        return await (answer if deadline is None else in_time(answer, deadline))
+        return answer if deadline is None else in_time(answer, deadline)
 
-    def _send_again(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool) -> Awaitable[T]:
-        return persist(
-            send,
-            attempts=self._attempts,
-            is_idempotent=is_idempotent,
-            is_over=lambda: self._is_over,
-            delay_s=self._delay_s,
-        )
+    async def _send_again(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool) -> T:
+        """Send a request until it is answered, as often as the settings allow."""
+        left, delays = self._attempts, pauses(self._delay_s)
+        while True:
+            left -= 1
+            try:
+                return await send()
+            except AsynctrtError as error:
+                if left < 1 or self._is_over or not may_repeat(error, is_idempotent=is_idempotent):
+                    raise
+            await asyncio.sleep(next(delays))
 
     def _enter(self) -> None:
         """Record the event loop and the process to which it belongs."""

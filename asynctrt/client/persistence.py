@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from asynctrt import errors
@@ -71,30 +71,6 @@ def pauses(first_s: float = DELAY_S_MIN) -> Iterator[float]:
     while True:
         yield random.uniform(first_s / 2, first_s)  # noqa: S311  (not a secret)
         first_s = min(max(2 * first_s, DELAY_S_MIN), DELAY_S_MAX)
-
-
-async def persist(
-    send: Callable[[], Awaitable[T]],
-    *,
-    attempts: int,
-    is_idempotent: bool,
-    is_over: Callable[[], bool],
-    delay_s: float,
-) -> T:
-    """Send a request until it is answered, up to ``attempts`` times.
-
-    :param is_over: returns whether no further attempt can succeed.
-    :param delay_s: the pause before the second attempt; 0 for none.
-    """
-    delays = pauses(delay_s)
-    while True:
-        attempts -= 1
-        try:
-            return await send()
-        except AsynctrtError as error:
-            if attempts < 1 or is_over() or not may_repeat(error, is_idempotent=is_idempotent):
-                raise
-        await asyncio.sleep(next(delays))
 
 
 async def in_time(answer: Awaitable[T], deadline: float) -> T:

@@ -76,7 +76,9 @@ def trace_requests(
                 if result.batch_rows > (rows or 1):
                     timing = result.timing
                     took_ns = timing.copy_in_ns + timing.compute_ns + timing.copy_out_ns
-                    span.add_link(batch_of(result.launched_ns, result.batch_rows, took_ns))
+                    batch = batch_of(result.launched_ns, result.batch_rows, took_ns)
+                    if batch.trace_flags.sampled:  # A sampler decides on it by itself.
+                        span.add_link(batch)
             return result
 
     vars(engine)["infer"] = traced

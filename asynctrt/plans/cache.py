@@ -180,6 +180,9 @@ class PlanCache:
             PROGRESS.log(level, "building %r: %s, %d of %d", where, step.phase, step.done, step.total)
 
         _remove(path)
+        for left in self.folder.glob(f".{path.stem}.*"):  # By a process that was killed while it wrote.
+            with suppress(OSError):
+                left.unlink()
         built, manifest = build_from(
             source, facts["flavour"], options, device=device, report=report, key=facts
         )

@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+ENDS: Final = ("http.response.body", "http.response.pathsend", "http.response.zerocopysend")
+"""The types of messages that end an answer, unless more of its body follows."""
 
 
 class CancelOnDisconnect:
@@ -79,7 +82,7 @@ class _Request:
 
     async def send(self, message: Message) -> None:
         """Pass on a part of the answer."""
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
+        if message["type"] in ENDS and not message.get("more_body", False):
             self._is_answered = True
         await self._send(message)
 

@@ -390,7 +390,7 @@ class Dispatcher:
         while self._held:
             link = min(
                 (link for link in self.links if link.takes),
-                key=lambda link: link.rows,
+                key=lambda link: (link.is_stuck, link.rows),
                 default=None,
             )
             if link is None:
@@ -679,7 +679,7 @@ class Dispatcher:
     def link_looked(self, link: Link) -> None:
         """Move groups that a stuck worker has not begun to others. It may still begin them, in vain."""
         waiting = link.not_begun() if self._options.idempotent else []
-        if not waiting or not any(one.takes for one in self.links):
+        if not waiting or not any(one.takes and not one.is_stuck for one in self.links):
             return
         for group in waiting:
             try:

@@ -201,9 +201,14 @@ class Link:
     @property
     def takes(self) -> bool:
         """Whether it accepts a group now."""
-        if self._pulse.is_stuck or self.state != "open" or len(self.groups) >= GROUPS_MAX:
+        if self.state != "open" or len(self.groups) >= GROUPS_MAX:
             return False
         return self._trials.lets_in(clock.now_ns())
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its worker has answered nothing for so long that others are preferred."""
+        return self._pulse.is_stuck
 
     @property
     def spare(self) -> str:
@@ -254,7 +259,7 @@ class Link:
 
     def not_begun(self) -> list[RequestGroup]:
         """Return the groups that wait, not yet launched, in a stuck worker."""
-        if not self._pulse.is_stuck or self._trials.tried:
+        if not self.is_stuck or self._trials.tried:
             return []
         words = self._memory.words
         return [group for group in self.groups.values() if group.left and not words[group.launched]]

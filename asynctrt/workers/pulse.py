@@ -6,7 +6,7 @@ LOOK_S: Final = 0.5
 """How often a link looks at its worker."""
 
 STUCK_S: Final = 2.0
-"""A worker that has groups but has answered none for this long gets no more; waiting groups go to others."""
+"""If a worker that has groups has answered none for this long, other workers get them, if there are any."""
 
 STUCK_FACTOR: Final = 4
 """The same limit as a multiple of the longest batch answered so far; the larger limit counts."""
@@ -61,9 +61,7 @@ class Pulse:
         self.looked_ns, self._beat = now_ns, beat
         self._waited_ns = 0 if self._has_answered or not groups else self._waited_ns + seen_ns
         self._has_answered = False
-        # A first batch may take any time, since it may have much to prepare.
-        patience_ns = max(STUCK_S * 1e9, STUCK_FACTOR * self.longest_ns)
-        self.is_stuck = self.longest_ns > 0 and self._waited_ns > patience_ns
+        self.is_stuck = self._waited_ns > max(STUCK_S * 1e9, STUCK_FACTOR * self.longest_ns)
         limit_s = self._timeout_s
         if limit_s is not None and self._silent_ns > max(limit_s, SILENCE_S_MIN) * 1e9:
             silent_s = self._silent_ns / 1e9

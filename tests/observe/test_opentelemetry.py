@@ -11,6 +11,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import StatusCode
 
 import asynctrt
@@ -75,6 +76,27 @@ async def test_requests_of_a_batch_say_when_it_was_launched(recorded):
     assert last.start_time <= batch.start_time <= batch.end_time <= last.end_time
     launched = [batch.launched_ns for batch in batches]
     assert found == [(launched[0], 1), (launched[1], 2), (launched[1], 2)]
+
+
+class OnlyRequests(Sampler):
+    """A sampler that takes no batches, as one that takes a part of all traces often does."""
+
+    def should_sample(self, parent_context, trace_id, name, *_, **__):
+        return SamplingResult(Decision.DROP if name.startswith("batch") else Decision.RECORD_AND_SAMPLE)
+
+    def get_description(self):
+        return "OnlyRequests"
+
+
+@pytest.mark.anyio
+async def test_requests_have_no_link_to_a_batch_that_is_not_sampled():
+    exporter, provider = InMemorySpanExporter(), TracerProvider(OnlyRequests())
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with asynctrt.open(double_model()) as engine:
+        trace_requests(engine, tracer_provider=provider)
+        await asyncio.gather(*[engine.infer(rows(1)) for _ in range(4)])
+    assert [len(span.links) for span in exporter.get_finished_spans()] == [0] * 4
+    provider.shutdown()
 
 
 @pytest.mark.anyio

@@ -376,3 +376,17 @@ def test_a_process_that_dies_while_it_builds_leaves_no_lock(model):
         [sys.executable, "-c", SHARED, str(model)], cwd=ROOT, timeout=50, capture_output=True
     )
     assert done.returncode == 0
+
+
+@pytest.mark.tier2
+def test_a_process_that_dies_while_it_writes_leaves_nothing_for_long(model):
+    """A plan may have gigabytes, and the limit of the cache counts only plans."""
+    program = SHARED.replace("import sys", "import os, sys\nos.fsync = lambda _: os.kill(os.getpid(), 9)")
+    for _ in range(3):
+        died = subprocess.run([sys.executable, "-c", program, str(model)], cwd=ROOT, timeout=50)
+        assert died.returncode == -9
+    (left,) = PlanCache.of_user().folder.glob(".*")
+    assert left.stat().st_size
+    done = subprocess.run([sys.executable, "-c", SHARED, str(model)], cwd=ROOT, timeout=50)
+    assert done.returncode == 0
+    assert not list(PlanCache.of_user().folder.glob(".*"))

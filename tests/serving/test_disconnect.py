@@ -214,3 +214,26 @@ async def test_a_server_that_stops_cancels_the_handler():
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
+
+
+@pytest.mark.parametrize("kind", ["body", "pathsend", "zerocopysend"])
+async def test_every_kind_of_answer_is_one(kind):
+    """Servers with these extensions send files themselves."""
+    gone, ended = asyncio.Event(), []
+    messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
+
+    async def receive():
+        message = next(messages)
+        if message["type"] == "http.disconnect":
+            await gone.wait()
+        return message
+
+    async def answer(scope, receive, send):
+        await send({"type": f"http.response.{kind}"})
+        gone.set()
+        await asyncio.sleep(0.01)
+        ended.append(True)
+
+    async with asyncio.timeout(WAIT_S):
+        await CancelOnDisconnect(answer)({"type": "http"}, receive, lambda _: asyncio.sleep(0))
+    assert ended

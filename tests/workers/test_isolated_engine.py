@@ -28,7 +28,6 @@ from asynctrt.errors import (
     UsageError,
 )
 from tests.doctor.support import compiled
-from tests.doctor.test_probes import DRIVER
 from tests.gpu.support import gpu_is_here
 from tests.helpers import WAIT_S, until
 from tests.models import double_onnx
@@ -283,14 +282,29 @@ async def test_a_worker_collects_garbage_seldom_and_not_what_was_there_before():
     assert frozen > 10_000
 
 
+SEES = """
+#include <stdio.h>
+#include <stdlib.h>
+__attribute__((constructor)) static void loaded(void)
+{
+    FILE *file = fopen("SEEN", "w");
+    fputs(getenv("CUDA_VISIBLE_DEVICES"), file);
+    fclose(file);
+}
+"""
+"""A driver that does nothing but write down which GPUs it may show."""
+
+
 @no_gpu
 @pytest.mark.parametrize("uuid", ["MIG-5c89852c-d268-c3f3", "GPU-5c89", "MIG-GPU-5c89/1/0"])
 async def test_a_part_of_a_gpu_is_the_only_one_that_its_worker_sees(tmp_path, monkeypatch, uuid):
-    compiled(tmp_path, "libcuda.so.1", DRIVER.replace("INIT", "100"))
+    seen = tmp_path / "seen"
+    compiled(tmp_path, "libcuda.so.1", SEES.replace("SEEN", str(seen)))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(DeviceUnavailableError, match=f"CUDA_VISIBLE_DEVICES is '{uuid}'"):
+    with pytest.raises(DeviceUnavailableError, match="cuda:0 cannot be used"):
         await asynctrt.open(KIND, device=f"cuda:{uuid}", isolation="process")
+    assert seen.read_text() == uuid
     with pytest.raises(DeviceUnavailableError, match="set CUDA_VISIBLE_DEVICES to it"):
         await asynctrt.open(KIND, device=f"cuda:{uuid}")
 
