@@ -275,7 +275,7 @@ class Driver:
             self._tell_if_idle()
 
     async def join_in_thread(self, join: Callable[[], InferResult]) -> InferResult:
-        """Join the answers to the parts of a call in another thread, when those of earlier calls are."""
+        """Join the answers to the parts of a call in another thread, one call after the other."""
         async with self._join_turn:
             return await in_thread(join)
 
