@@ -659,7 +659,8 @@ class TestWhichUnwrittenRowsAreRecognised:
     @pytest.mark.parametrize("dims", [(), (4,)])
     def test_values_that_are_read_before_they_are_written(self, dtype, dims):
         def adds(inputs, outputs):
-            outputs["y"] += 1
+            with np.errstate(invalid="ignore"):  # Some marks are signalling NaNs.
+                outputs["y"] += 1
 
         try:
             (answer,) = Inline(adds, TensorSpec("y", dtype, dims))(8)
