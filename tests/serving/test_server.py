@@ -386,6 +386,7 @@ class TestAsAProcess:
     def test_a_misspelt_name_in_a_file(self, tmp_path):
         wrong = (
             ("http_prot = 1", "did you mean 'http_port'"),
+            ("max_batch_size = 1", "did you mean 'max_rows'"),
             ('[[models]]\npath = "x.onnx"\nmax_row = 1', "the model 'x': .*max_rows"),
             ('[[models]]\npath = "x.onnx"\nname = "big"\nweight = "1"', "the model 'big': weight"),
             ('[[models]]\npath = "x.onnx"\nmax_rows = -1', "the model 'x': max_rows"),
