@@ -138,7 +138,7 @@ async def test_an_answer_that_cannot_be_read_is_not_a_status(head, error, says):
         target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
         with pytest.raises(error, match=says) as caught:
             await target.start(target.prepare({}))
-        assert "400" not in str(caught.value)
+        assert "400" not in str(caught.value).replace(str(port), "PORT")
         await target.aclose()
 
 
