@@ -148,7 +148,7 @@ def latencies(counts: Counts) -> dict[str, float]:
 def judge(
     criteria: Sequence[Criterion], whole: Window, throughput: float, goodput: float | None
 ) -> tuple[dict[str, bool], dict[str, str]]:
-    """Return whether each criterion was met; and the ones that so few requests cannot tell, with the reason.
+    """Return whether each criterion was met, and which have too few requests to be judged, with the reason.
 
     A failed request counts as infinite latency.
     """
@@ -173,7 +173,7 @@ def judge(
 
 
 def _too_few(item: Criterion, latency: Counts, ended: int) -> str:
-    """Return why so few requests cannot tell whether a criterion was met; empty if they can."""
+    """Return why there are too few requests to judge a criterion; empty if there are enough."""
     if item.step and not ended:
         return f"no step {item.step!r} ended"
     if not ended or item.figure not in PERCENTILES:

@@ -60,11 +60,11 @@ class LoadJob:
             ),
             (
                 self.search and settings.requests is not None and settings.requests < least,
-                f"a search for this slo needs {least:,} requests at each rate: set requests to that, or not",
+                f"a search for this slo needs {least:,} requests a rate: set that, or leave requests out",
             ),
             (
                 self.precision != PRECISION and not self.search,
-                "precision is that of a search: set search too",
+                "precision belongs to a search: set search, too",
             ),
             (
                 not 0.001 <= self.precision <= 1,

@@ -84,7 +84,7 @@ class Answers:
 
 
 async def callers(infer, answers, count, seconds, kind):
-    """Return the figures of so many callers on a loop that is ``idle`` or ``busy`` otherwise."""
+    """Return the figures of some callers, on a loop with other work (``busy``) or without (``idle``)."""
     load = Load(kind)
     numbers = [number % len(answers.samples) for number in range(count)]
     done_ns, elapsed_ns, cpu_ns, *_ = await asked_again(

@@ -1,8 +1,8 @@
 """One client of several servers: ``python -m tests.benchmarks.several``.
 
 First, four servers, of which one takes five times as long, one drains after a third of the time and one is
-killed after two thirds. Calls arrive at random. Beside their 99th percentile is that of the best assignment,
-which knows all of this beforehand, and sends each call to the server that would answer it first.
+killed after two thirds. Calls arrive at random. Their 99th percentile stands beside that of the best
+assignment, which knows all of this beforehand, and sends each call to the server that would answer it first.
 
 Then what a client of several servers costs beside one of a single server, in CPU time of the client a call.
 """

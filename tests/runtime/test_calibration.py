@@ -181,7 +181,7 @@ async def test_what_fails_on_the_device_after_it_failed_to_be_put_there(device):
         def enqueue(self, rows, **given):
             super().enqueue(rows, **given)
             if rows == 8:
-                raise ValueError("not so many zeros")
+                raise ValueError("too many zeros")
 
     def fail(rows):
         if rows == 8:
@@ -204,7 +204,7 @@ async def test_no_batch_of_zeros_runs_beside_those_of_callers(device):
     def work_ns(rows):
         if not failed and len(model.arenas) > len(model.seen) + 2:
             failed.append(rows)
-            raise ValueError("not so many zeros")
+            raise ValueError("too many zeros")
         return 20_000_000 if failed else 100_000
 
     model = Sleeping(work_ns=work_ns)

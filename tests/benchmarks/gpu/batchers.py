@@ -120,8 +120,8 @@ def back_to_back(runner, batch, seconds):
 class ByHand:
     """The batcher that a good engineer writes: as soon as a thread is free it takes all that waits.
 
-    :param runs: one function for each thread, which returns the answers to a list of rows of one shape: of
-        that of the oldest request.
+    :param runs: one function for each thread, which returns the answers to a list of rows. All have the
+        shape of the oldest request's.
     """
 
     def __init__(self, runs, rows_max):
