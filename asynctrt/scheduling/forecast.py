@@ -29,7 +29,7 @@ from asynctrt.scheduling.batch_times import BatchTimes
 from asynctrt.scheduling.concurrency import LEAD_MARGIN_NS, Concurrency
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
-from asynctrt.scheduling.queues import Bucket, BucketQueue
+from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 
 PROBE_NS_MIN: Final = 20_000_000
@@ -164,7 +164,7 @@ class Forecast:
         error.predicted_s = predicted_ns / 1e9
         return error
 
-    def begins_ns(self, bucket: Bucket, rows: int, now_ns: int) -> int:
+    def begins_ns(self, bucket: BucketQueue, rows: int, now_ns: int) -> int:
         """Return the time by which a batch that is launched now usually begins to compute."""
         key = bucket.key
         concurrency, lines = self._concurrency, self._concurrency.lines
@@ -183,7 +183,9 @@ class Forecast:
         margin_ns = min(max(compute_ns // MARGIN_SHARE, LEAD_MARGIN_NS), DEADLINE_MARGIN_NS)
         return compute_ns + self._times.copy_out_ns(key, rows) + margin_ns
 
-    def fit(self, bucket: Bucket, rows_max: int, choose: Choose, now_ns: int, *, may_split: bool) -> Punctual:
+    def fit(
+        self, bucket: BucketQueue, rows_max: int, choose: Choose, now_ns: int, *, may_split: bool
+    ) -> Punctual:
         """Return the batch to launch from a bucket now, and the requests it is too late for; change nothing.
 
         :param rows_max: the most rows of the batch; ``choose`` returns its requests.
@@ -238,7 +240,7 @@ class Forecast:
         return found
 
     def _late_together(
-        self, bucket: Bucket, chosen: Sequence[Request], rows_max: int, begins_ns: int
+        self, bucket: BucketQueue, chosen: Sequence[Request], rows_max: int, begins_ns: int
     ) -> tuple[Request, ...]:
         """Return the requests for which a batch of everything else would be too late; queued requests take
         their places in it."""
@@ -253,7 +255,7 @@ class Forecast:
         return tuple(late)
 
     def _lost_behind(
-        self, bucket: Bucket, others: Sequence[Request], rows: int, rows_max: int, begins_ns: int
+        self, bucket: BucketQueue, others: Sequence[Request], rows: int, rows_max: int, begins_ns: int
     ) -> int:
         """Return how many of these requests would be late in the batch behind one of ``rows`` rows."""
         takes_ns = self.takes_ns(bucket.key, rows) or 0

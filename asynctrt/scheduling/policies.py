@@ -51,7 +51,7 @@ class AnySize:
     """Until when at most a batch waits for which :meth:`fit` returned ``None``."""
 
     def fit(
-        self, bucket: Bucket, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
+        self, bucket: BucketQueue, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
     ) -> tuple[Sequence[Request], int, int] | None:
         """Return the requests of the next batch of a bucket, their rows, and how many rows to run it with at
         least; ``None`` if it has to wait for a context.
@@ -102,7 +102,7 @@ class KeptSizes(AnySize):
         self._since_ns: int | None = None
 
     def fit(
-        self, bucket: Bucket, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
+        self, bucket: BucketQueue, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
     ) -> tuple[Sequence[Request], int, int] | None:
         key = bucket.key
         size = 0 if self._shapes.is_specialised(key.shape) else self._size(key.shape, rows, now_ns)
@@ -196,6 +196,8 @@ class Room:
         """Whether what is queued waits for company or for a context of its size, not for the device."""
         self.sizes = AnySize()
         """Decides which sizes a batch may have on the contexts that are free."""
+        self.contexts_differ = False
+        """Whether it matters which context a batch runs on."""
 
     @property
     def is_free(self) -> bool:
@@ -368,11 +370,11 @@ class TakeRows:
         """
         return bucket.rows_max
 
-    def choose(self, bucket: Bucket, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
+    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
         """Return the requests of the next batch of a bucket; change nothing."""
         return *bucket.choose(self.rows_max(bucket, in_flight, reason), reason is Reason.AGED), ()
 
-    def preview(self, bucket: Bucket, in_flight: int) -> Sequence[Request]:
+    def preview(self, bucket: BucketQueue, in_flight: int) -> Sequence[Request]:
         """Return the requests that the next batch of a bucket would probably have if it were launched now."""
         return bucket.choose(self.rows_max(bucket, in_flight, Reason.AHEAD))[0]
 
@@ -463,10 +465,9 @@ class InTime(TakeRows):
     def rows_max(self, bucket: Bucket, in_flight: int, reason: Reason) -> int:
         return self._policy.rows_max(bucket, in_flight, reason)
 
-    def choose(self, bucket: Bucket, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
+    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
         if not self._deadlines.line:
             return self._policy.choose(bucket, in_flight, now_ns, reason)
-        assert isinstance(bucket, BucketQueue), "the open batch is launched only if no request has a deadline"
         bucket.make_objects()
 
         def choose(rows_max: int) -> tuple[Sequence[Request], int]:

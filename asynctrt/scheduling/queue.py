@@ -8,14 +8,13 @@ from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import Bucket, BucketQueue, Buckets, Deadlines, JoinedRows, OpenBatch
+from asynctrt.scheduling.queues import BucketQueue, Buckets, Deadlines, JoinedRows, OpenBatch
 from asynctrt.scheduling.request import (
     NO_DEADLINE_NS,
     Change,
     PlainRequest,
     Request,
     change,
-    take_plain,
 )
 
 
@@ -49,7 +48,7 @@ class Queue:
         # The bucket of the latest request, and usually of the next one too. It stays in `buckets`,
         # which drop empty ones only to add another.
         self._bucket: BucketQueue | None = None
-        self.open = OpenBatch()
+        self.open = OpenBatch(policy)
         """Plain requests that may be launched as they are."""
         # The queued requests that were plain and now have objects, by their futures.
         self._made: dict[Any, PlainRequest] = {}
@@ -136,15 +135,12 @@ class Queue:
             self.buckets.pushed(bucket, 0, NO_DEADLINE_NS)
 
     def launch(
-        self, bucket: Bucket, chosen: Sequence[Request], rows: int, joined: Iterable[JoinedRows]
+        self, bucket: BucketQueue, chosen: Sequence[Request], rows: int, joined: Iterable[JoinedRows]
     ) -> None:
         """Take the requests of a batch out of their buckets.
 
         :param joined: the rows of other buckets that join ``chosen``.
         """
-        if isinstance(bucket, OpenBatch):
-            bucket.entries = take_plain(bucket.entries, chosen, rows)
-            return
         for other, others, more in joined:
             other.take(others, more)
             self.buckets.left(other)

@@ -26,9 +26,7 @@ from asynctrt.scheduling.request import (
     PlainRequest,
     PlainRequests,
     Request,
-    choose_plain,
     made_of,
-    take_plain,
 )
 
 TOMBSTONES_MIN: Final = 64
@@ -292,7 +290,8 @@ class BucketQueue:
         :param by_age: begin with the priority whose first request is due first.
         """
         if self.entries:
-            return choose_plain(self.entries, self.key, rows_max)
+            entries = self.entries if len(self.entries) <= rows_max else self.entries[:rows_max]
+            return PlainRequests(entries, self.key), len(entries)
         if not self._tombstones and not self._following and self.rows <= rows_max:
             return tuple(chain.from_iterable(self._by_priority)), self.rows
         return self._choose_fitting(self._heads() if by_age else self._by_priority, rows_max)
@@ -321,7 +320,11 @@ class BucketQueue:
     def take(self, chosen: Sequence[Request], rows: int) -> None:
         """Remove the requests that :meth:`choose` returned, as they are launched."""
         if type(chosen) is PlainRequests:
-            self.entries = take_plain(self.entries, chosen, rows)
+            chosen.launch()
+            if rows == self.rows:
+                self.entries = []
+            else:
+                del self.entries[:rows]  # Copying the others would take much longer.
             self.rows -= rows
             return
         for request in chosen:
@@ -413,9 +416,11 @@ class OpenBatch:
     :meth:`Queue.submit_plain`, to note when it came. To policies, it answers as its bucket would.
     """
 
-    __slots__ = ("arrival_ns", "bucket", "entries", "joins", "key", "length_max", "rows_max")
+    __slots__ = ("arrival_ns", "bucket", "entries", "joins", "key", "length_max", "may_launch", "rows_max")
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy) -> None:
+        self.may_launch = not (policy.delay_ns_max or policy.change_ns)
+        """Whether batches are launched from here at all."""
         self.bucket: BucketQueue | None = None
         self.key = FIXED_SHAPE
         """The key of its bucket; ``rows_max``: the rows that one batch of it holds."""
@@ -447,13 +452,17 @@ class OpenBatch:
         """Return 1: the rows of each."""
         return 1
 
-    def choose(
-        self,
-        rows_max: int,
-        by_age: bool = False,  # noqa: FBT001, FBT002  (as that of a bucket)
-    ) -> tuple[PlainRequests, int]:
-        """Return the requests of the next batch and their rows, at most ``rows_max``; change nothing."""
-        return choose_plain(self.entries, self.key, rows_max)
+    def first(self, rows: int) -> PlainRequests:
+        """Return the first requests, to be launched together; change nothing."""
+        entries = self.entries
+        return PlainRequests(entries if rows == len(entries) else entries[:rows], self.key, IN_FLIGHT)
+
+    def leave(self, rows: int) -> None:
+        """Drop the first requests, which are in flight now."""
+        if rows == len(self.entries):
+            self.entries = []
+        else:
+            del self.entries[:rows]  # Copying the others would take much longer.
 
 
 Bucket = BucketQueue | OpenBatch

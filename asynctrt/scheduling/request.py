@@ -147,11 +147,11 @@ class PlainRequests(Sequence[Request]):
 
     __slots__ = ("_made", "entries", "key", "state")
 
-    def __init__(self, entries: list[Entry], key: BatchKey) -> None:
+    def __init__(self, entries: list[Entry], key: BatchKey, state: State = QUEUED) -> None:
         self.entries = entries
         """Empty once objects were made, and once they were answered."""
         self.key = key
-        self.state = QUEUED
+        self.state = state
         """The state of objects that are made now."""
         self._made: tuple[PlainRequest, ...] = ()
 
@@ -175,26 +175,6 @@ class PlainRequests(Sequence[Request]):
             self._made = made_of(self.entries, self.key, self.state)
             self.entries = []
         return self._made
-
-
-def choose_plain(entries: list[Entry], key: BatchKey, rows_max: int) -> tuple[PlainRequests, int]:
-    """Return the first plain requests to launch together, and how many they are."""
-    if len(entries) <= rows_max:
-        return PlainRequests(entries, key), len(entries)
-    return PlainRequests(entries[:rows_max], key), rows_max
-
-
-def take_plain(entries: list[Entry], chosen: Sequence[Request], rows: int) -> list[Entry]:
-    """Note that plain requests are in flight; return what is left where they were chosen from.
-
-    :param rows: how many they are.
-    """
-    assert type(chosen) is PlainRequests
-    chosen.launch()
-    if rows == len(entries):
-        return []
-    del entries[:rows]  # Copying the others would take much longer.
-    return entries
 
 
 def made_of(entries: list[Entry], key: BatchKey, state: State = QUEUED) -> tuple[PlainRequest, ...]:

@@ -35,14 +35,13 @@ from asynctrt.scheduling.policies import (
 )
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
-from asynctrt.scheduling.queues import Bucket, BucketQueue, JoinedRows, OpenBatch
+from asynctrt.scheduling.queues import BucketQueue, JoinedRows, OpenBatch
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
     QUEUED,
     Change,
     Request,
     change,
-    choose_plain,
     complete,
     waiting_in,
 )
@@ -121,6 +120,7 @@ class Scheduler:
             in_flight_max,
         )
         """Decides whether there is room for a batch; holds the contexts."""
+        self.room.contexts_differ = shapes.has_profiles or policy.change_ns > 0
         if policy.change_ns:
             self.room.sizes = KeptSizes(self.room.contexts, shapes, self.times, policy.change_ns)
         self._run_as = RunAs(policy, shapes, self.times)
@@ -278,7 +278,7 @@ class Scheduler:
         if not (opened.entries or queue.rows or again.parts) or not room.has_room(now_ns):
             return None
         if opened.entries:
-            if not (queue.rows or again.parts or queue.deadlines.line or self._policy.delay_ns_max):
+            if opened.may_launch and not (queue.rows or again.parts or queue.deadlines.line):
                 return self._next_open(now_ns)
             queue.close_open()
         decided = self._next_again(now_ns) if again.parts and again.goes_first else None
@@ -319,12 +319,20 @@ class Scheduler:
                 return None
             if self._growth.may_grow(opened, now_ns):
                 return None
-        rows_max = self._rows.rows_max(opened, in_flight, reason)
-        chosen, rows = choose_plain(opened.entries, opened.key, rows_max)
-        return self._fit(opened, chosen, rows, reason, now_ns)
+        key, rows = opened.key, len(opened.entries)
+        if rows > 1:
+            rows = min(rows, self._rows.rows_max(opened, in_flight, reason))
+        found = self._run_as.find(key, rows)
+        self.taken = chosen = opened.first(rows)
+        opened.leave(rows)
+        if isinstance(found, Exception):
+            self.queue.fail(chosen)
+            return RejectedBatch(chosen, found)
+        self.again.was_part = False
+        return self._launch(key, chosen, rows, *found, reason, now_ns)
 
     def _fit(
-        self, bucket: Bucket, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
+        self, bucket: BucketQueue, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
     ) -> Batch | RejectedBatch | None:
         """Return the next batch of a bucket, with the rows that the free contexts take; ``None`` if it has to
         wait for a context."""
@@ -338,7 +346,7 @@ class Scheduler:
 
     def _form(
         self,
-        bucket: Bucket,
+        bucket: BucketQueue,
         chosen: Sequence[Request],
         rows: int,
         rows_min: int,
@@ -352,7 +360,6 @@ class Scheduler:
         queue, own, own_rows = self.queue, chosen, rows
         key, joined = bucket.key, NONE_JOINED
         if queue.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
-            assert isinstance(bucket, BucketQueue), "the open batch is launched only if nothing else waits"
             key, joined = self._join(bucket)
             for _, others, more in joined:
                 chosen, rows = (*chosen, *others), rows + more
@@ -371,11 +378,7 @@ class Scheduler:
         self.again.was_part = False
         if reason is Reason.AGED:
             self._turns.aged_number = self._number + 1
-        batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
-        if self._growth.was is not None:
-            was, self._growth.was = self._growth.was, None
-            batch.was_due = was is bucket.key and reason is not Reason.FULL and batch.is_timed
-        return batch
+        return self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
         """Return the key of a batch of all rows of a bucket, and the rows of other buckets that join it."""
@@ -413,16 +416,13 @@ class Scheduler:
         now_ns: int,
     ) -> Batch:
         self._number = number = self._number + 1
-        is_timed = self.times.wants_times(number, key.shape, rows_run)
-        kept = self.room.sizes.profile(key, rows_run, profile)
+        is_timed = self.times.times_all or self.times.wants_times(number, key.shape, rows_run)
         changes = False
-        if kept is None:
-            context, arena = self.room.contexts.acquire()
+        if self.room.contexts_differ:
+            context, arena, changes = self._acquire(key, rows_run, profile)
+            is_timed = is_timed and not changes  # The time of a change is not that of a batch.
         else:
-            # The time of a change is not that of a batch.
-            changes = kept is not profile and not self.room.contexts.has_free(kept)
-            is_timed = is_timed and not changes
-            context, arena = self.room.contexts.acquire(kept, self._run_of(key, rows_run))
+            context, arena = self.room.contexts.acquire()
         lane, count = None, 1
         if self._concurrency.has_lanes:
             count = self._concurrency.allowed(rows, self._run_as.limit(key.shape))
@@ -441,7 +441,18 @@ class Scheduler:
         if self.room.share is not None:
             usual_ns = self.times.alone_ns(key, rows_run)
             self.room.share.launched(batch, now_ns, usual_ns, lanes=count)
+        if self._growth.was is not None and reason is not Reason.AGAIN:
+            batch.was_due = self._growth.was is key and reason is not FULL and is_timed
+            self._growth.was = None
         return batch
+
+    def _acquire(self, key: BatchKey, rows_run: int, profile: int | None) -> tuple[int, int | None, bool]:
+        """Return the context of a batch, its arena, and whether the context has to change for it."""
+        contexts, kept = self.room.contexts, self.room.sizes.profile(key, rows_run, profile)
+        if kept is None:
+            return *contexts.acquire(), False
+        changes = kept is not profile and not contexts.has_free(kept)
+        return *contexts.acquire(kept, self._run_of(key, rows_run)), changes
 
     @property
     def early_key(self) -> BatchKey | None:
