@@ -146,6 +146,11 @@ class SharedSource(RowSource):
             own = self._rows[0].block.slab(slab.layout, self._rows[0].start)
             if own is not None:
                 self.inputs = own
+                self.staged_nbytes = 0
+        if self._is_copied:
+            addresses = zip(batch.requests, self._addresses, strict=True)
+            copied = sum([request.rows for request, address in addresses if address is not None])
+            self.staged_nbytes -= slab.layout.input_row_nbytes * copied
 
     def launched(self) -> None:
         for rows in self._rows:
@@ -159,21 +164,6 @@ class SharedSource(RowSource):
     def _is_copied(self) -> bool:
         """Whether the device copies some of the rows directly from shared memory."""
         return any(address is not None for address in self._addresses)
-
-    @property
-    def staged_nbytes(self) -> int:
-        """The bytes that :meth:`stage` copies."""
-        if self.inputs is not self.slab:
-            return 0
-        if not self._is_copied:
-            return super().staged_nbytes
-        staged = [
-            request.rows
-            for request, address in zip(self.batch.requests, self._addresses, strict=True)
-            if address is None
-        ]
-        rows = sum(staged) + self.batch.rows_run - self.batch.rows
-        return self.slab.layout.input_row_nbytes * rows
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
         """Return functions that together stage the batch: only one if some rows are not staged."""
@@ -196,10 +186,6 @@ class SharedSource(RowSource):
                     copy_rows(rows[index], view[span])
             if batch.rows_run != batch.rows:
                 view[batch.rows : batch.rows_run] = self._rows[0][index][0]
-
-    def arrays_of(self, index: int) -> list[Array]:
-        """Return the rows of each request for one input."""
-        return [rows[index] for rows in self._rows]
 
     def put_in(self, stream: Stream) -> None:
         """Put the copies on a stream, directly from shared memory where possible, else from the slab."""

@@ -346,6 +346,8 @@ class RowSource:
         if type(batch.requests) is not PlainRequests and batch.rows != len(batch.requests):
             self.spans = spans_of(batch.requests)
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
+        self.staged_nbytes = slab.layout.input_row_nbytes * batch.rows_run
+        """The bytes that :meth:`stage` copies with the CPU."""
 
     def launched(self) -> None:
         """Record that the batch is in flight: its rows must not change."""
@@ -358,11 +360,7 @@ class RowSource:
         if rows.slab is self.slab:
             rows.keep_to(self.batch.requests)
             self.ahead_requests, self.ahead_rows = len(rows.requests), rows.rows
-
-    @property
-    def staged_nbytes(self) -> int:
-        """The bytes that :meth:`stage` copies with the CPU."""
-        return self.slab.layout.input_row_nbytes * (self.batch.rows_run - self.ahead_rows)
+            self.staged_nbytes -= self.slab.layout.input_row_nbytes * rows.rows
 
     def stage(self) -> None:
         """Copy the rows contiguously into the slab, and pad them. Runs in any thread.
@@ -373,7 +371,9 @@ class RowSource:
         counts = None if self.spans is None else [request.rows for request in batch.requests[ahead:]]
         try:
             for index, view in enumerate(self.views):
-                arrays = self.arrays_of(index)[ahead:] if ahead else self.arrays_of(index)
+                arrays = self.arrays_of(index)
+                if ahead:
+                    arrays = arrays[ahead:]
                 if len(arrays) > 1:
                     gather(arrays, view[self.ahead_rows : batch.rows], counts)
                 elif arrays:
@@ -414,6 +414,8 @@ class RowSource:
         """Return the rows of each request for one input."""
         requests = self.batch.requests
         if type(requests) is PlainRequests and (entries := requests.entries):
+            if len(entries) == 1:
+                return (entries[0][1][index],)  # A comprehension takes as long as copying a row.
             return [payload[index] for _, payload, _ in entries]
         return [request.payload[index] for request in requests]
 
@@ -481,11 +483,7 @@ class DeviceSource(RowSource):
         self._after: list[Any] = []
         self.has_copies_in = True
         self.has_copies_out = self.has_copies_out or batch.key.outputs_on_device
-
-    @property
-    def staged_nbytes(self) -> int:
-        """0: the few rows on the host are staged at once."""
-        return 0
+        self.staged_nbytes = 0  # The few rows on the host are staged at once.
 
     def stage(self) -> None:
         """Stage the rows that are on the host, and plan the copies.
