@@ -34,9 +34,6 @@ from asynctrt.runtime.prepare import Place, prepare, time_of_change
 from asynctrt.runtime.shared import SharedRows, SharedSource, are_shared
 from asynctrt.runtime.specialised import Site, Specialised
 from asynctrt.runtime.staging import (
-    AHEAD_ROW_NBYTES_MAX,
-    AHEAD_ROW_NBYTES_MIN,
-    AheadRows,
     DeviceSource,
     Layout,
     RowSource,
@@ -45,9 +42,9 @@ from asynctrt.runtime.staging import (
     lay_out,
 )
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.policy import Captured
-from asynctrt.scheduling.request import PlainRequests, Request
+from asynctrt.scheduling.request import PlainRequests
 
 SLAB_NBYTES_MIN: Final = 1 << 20
 """The memory for slabs that a context has from the start, where shapes vary and staging memory is pinned. To
@@ -512,9 +509,7 @@ class ContextPool:
 
     def missing_nbytes(self, batch: Batch) -> int:
         """Return the bytes to allocate for the slab of a batch; 0 if there is enough memory."""
-        return self._missing_nbytes(self.contexts[batch.context], batch.key.shape)
-
-    def _missing_nbytes(self, context: PooledContext, shape: Hashable) -> int:
+        context, shape = self.contexts[batch.context], batch.key.shape
         return 0 if context.has_own_slab(shape) else context.missing_nbytes(self.layout(shape))
 
     def adopt(self, made: Specialised) -> None:
@@ -537,10 +532,9 @@ class ContextPool:
         largest = max(context.slab_nbytes for context in self.contexts)
         return partial(self.contexts[batch.context].grow, self.layout(batch.key.shape), largest)
 
-    def source(self, batch: Batch, ahead: AheadRows | None = None) -> RowSource:
+    def source(self, batch: Batch) -> RowSource:
         """Return the source of a batch's rows, with the slab of its context.
 
-        :param ahead: rows that were already copied into a slab, if any.
         :raises DeviceMemoryError: if rows of this shape need more memory than there is.
         :raises ExecutionError: if the model now asks for more rows than at first.
         """
@@ -565,30 +559,7 @@ class ContextPool:
         is_plain = type(requests) is PlainRequests
         if not is_plain and type(requests[0].payload) is SharedRows and are_shared(requests):
             return SharedSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
-        source = RowSource(batch, slab)
-        if ahead is not None:
-            source.leave_out(ahead)
-        return source
-
-    def copies_ahead(self, key: BatchKey) -> bool:
-        """Return whether copying such rows before their batch is launched pays off."""
-        layout, is_on_device = self.layout(key.shape), key.on_device or key.outputs_on_device
-        if is_on_device or self.padding is not None or not layout.has_rows_first:
-            return False
-        return AHEAD_ROW_NBYTES_MIN <= layout.input_row_nbytes <= AHEAD_ROW_NBYTES_MAX
-
-    def ahead_slab(self, key: BatchKey, request: Request, context: int) -> Slab | None:
-        """Return the slab to copy such rows to before they are launched on a free context.
-
-        Return ``None`` if there is no memory for them yet, or if they are in memory shared with a worker's
-        front.
-
-        :param request: the first request of the rows.
-        """
-        pooled = self.contexts[context]
-        if type(request.payload) is SharedRows or self._missing_nbytes(pooled, key.shape):
-            return None
-        return pooled.slab(key.shape, self.layout)
+        return RowSource(batch, slab)
 
     def forget_inputs(self, slab: Slab) -> None:
         """Forget a slab of inputs that belongs to no context. No batch may still use it."""

@@ -1,8 +1,8 @@
 """Carries out what the scheduler decides, on one device. It decides nothing itself.
 
 The path of a request: :meth:`Driver.submit` queues it and schedules a pump for the end of the tick, when all
-requests of the tick have been queued. :meth:`_pump` launches the batches that the scheduler decides on, and
-copies large rows of a batch that may still grow. :meth:`_start` stages a batch and puts it on its context's
+requests of the tick have been queued. :meth:`_pump` launches the batches that the scheduler decides on.
+:meth:`_start` stages a batch and puts it on its context's
 stream. When the batch ends, the reaper calls :meth:`_landed`, which copies the outputs out, frees the
 context, launches the next batch and answers the callers.
 """
@@ -38,7 +38,7 @@ from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 from asynctrt.runtime.results import ResultMemory
 from asynctrt.runtime.spans import copy_out, fills, outputs_of
-from asynctrt.runtime.staging import AheadRows, RowSource, Slab
+from asynctrt.runtime.staging import RowSource, Slab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, holds
@@ -115,8 +115,6 @@ class Driver:
         self._lanes = [ComputeOrder() for _ in range(scheduler.lanes_max)]
         # Batches that were given up: the device may still read and write their memory.
         self._given_up: set[InFlight] = set()
-        # Rows that were copied early for the next batch, which may still grow.
-        self._ahead: AheadRows | None = None
         self._results = ResultMemory()
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
         self._joining = 0  # How many calls' answers are being joined.
@@ -287,9 +285,7 @@ class Driver:
         return waiter
 
     def uses(self, slab: Slab) -> bool:
-        """Return whether a batch in flight uses a slab. Forget rows that were copied there early."""
-        if self._ahead is not None and self._ahead.slab is slab:
-            self._ahead = None
+        """Return whether a batch in flight uses a slab."""
         flights = (*self._flights, *self._given_up)
         return any(flight.source.slab is slab for flight in flights)
 
@@ -329,7 +325,7 @@ class Driver:
             )
             self._fail(flight.batch, error, flight, quarantine=True)
         # A caller may keep the closed engine, but not this memory.
-        self._results, self._ahead = ResultMemory(), None
+        self._results = ResultMemory()
         self.on_answer.clear()
 
     def end_threads(self, timeout_s: float) -> None:
@@ -383,41 +379,9 @@ class Driver:
                 return
         if queue.has_to_expire:
             self._give_up_waiting(now_ns)
-        if opened.entries or queue.rows or again.parts:
-            self._prepare_next()
-
-    def _prepare_next(self) -> None:
-        """Copy rows of a batch that may still grow, and set the alarm for the next decision."""
-        scheduler = self._scheduler
-        if (early_key := scheduler.early_key) is not None:
-            self._copy_ahead(early_key)
-        if (wakeup_ns := scheduler.next_wakeup()) is not None:
+        has_to_launch = opened.entries or queue.rows or again.parts
+        if has_to_launch and (wakeup_ns := scheduler.next_wakeup()) is not None:
             self._alarm.set(wakeup_ns)
-
-    def _copy_ahead(self, key: BatchKey) -> None:
-        """Copy some rows of a batch that may still grow to the slab that it will be launched from."""
-        try:
-            if not self._pool.copies_ahead(key):
-                return
-            if self._to_deliver is not None:
-                self.pump_soon()  # Callers who wait for an answer come first.
-            elif (early := self._scheduler.early()) is not None:
-                self._extend_ahead(key, *early)
-        except Exception as error:
-            # Staging will raise it again at the launch, and then fail the requests that caused it.
-            logger.debug("%s: rows were not copied ahead: %s", self._name, describe(error))
-        except BaseException as error:
-            self._ahead = None  # It may be half changed.
-            raise_on_loop(error)
-
-    def _extend_ahead(self, key: BatchKey, requests: Sequence[Request], context: int) -> None:
-        slab = self._pool.ahead_slab(key, requests[0], context)
-        if slab is None:
-            return
-        if self._ahead is None or self._ahead.slab is not slab:
-            self._ahead = AheadRows(slab)
-        if self._ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
-            self.pump_soon()
 
     def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
         """Answer requests whose deadline has passed, and requests displaced from a full queue."""
@@ -467,12 +431,10 @@ class Driver:
 
     def _source(self, batch: Batch) -> RowSource:
         """Return where a batch's rows come from."""
-        source = self._pool.source(batch, self._ahead)
+        source = self._pool.source(batch)
         if self._names_outputs:
             source.wanted, differ = outputs_of(batch.requests)
             source.is_cut = source.is_cut or differ
-        if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
-            self._ahead = None  # The batch uses its memory now, whichever batch it was meant for.
         return source
 
     def _grow(self, batch: Batch) -> bool:

@@ -7,16 +7,14 @@ batch.
 
 Rows are gathered when their batch is launched, with one ``np.concatenate`` for each input, not when they
 arrive: that leaves no holes for cancelled requests, and waiting rows need no slab
-(``tests/benchmarks/copies.py``). Larger rows are copied earlier (:class:`AheadRows`), while the device is
-busy with other batches and their own batch may still grow.
+(``tests/benchmarks/copies.py``).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -39,14 +37,6 @@ from asynctrt.tensors import (
     pins,
     split_shared,
 )
-
-AHEAD_ROW_NBYTES_MIN: Final = 64 << 10
-AHEAD_ROW_NBYTES_MAX: Final = 256 << 10
-"""Rows of these sizes are copied before their batch is launched. Smaller rows cost less if all are gathered
-at once. Larger rows would block the loop, so threads copy them."""
-
-AHEAD_NBYTES_MAX: Final = 512 << 10
-"""The most bytes to copy ahead at a time: about 50 µs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,47 +265,6 @@ def _rows_first(span: TensorSpan, array: Array, rows: int) -> Array:
     return np.moveaxis(array.reshape(-1)[:nbytes].reshape(shape), span.axis, 0)
 
 
-class AheadRows:
-    """Rows copied to the start of a context's slab before their batch is formed.
-
-    Whether the batch has them, in this order, is only checked when it is launched on that context.
-    """
-
-    __slots__ = ("requests", "rows", "slab")
-
-    def __init__(self, slab: Slab) -> None:
-        self.slab = slab
-        self.requests: tuple[Request, ...] = ()
-        self.rows = 0
-
-    def keep_to(self, requests: Sequence[Request]) -> None:
-        """Keep the leading rows that ``requests`` have in the same place; forget the others."""
-        count = len(self.requests)
-        if self.requests == tuple(requests[:count]):  # Requests are equal only to themselves.
-            return
-        same = takewhile(lambda pair: pair[0] is pair[1], zip(self.requests, requests, strict=False))
-        self.requests = tuple(request for request, _ in same)
-        self.rows = sum(request.rows for request in self.requests)
-
-    def extend(self, requests: Sequence[Request], nbytes_max: int) -> bool:
-        """Copy missing rows of these requests, up to about ``nbytes_max`` bytes; return whether some remain.
-
-        :raises ValueError: for arrays whose number of rows has changed.
-        """
-        self.keep_to(requests)
-        row_nbytes = self.slab.layout.input_row_nbytes
-        assert self.slab.layout.has_rows_first, "the place of a row depends on how many there will be"
-        for request in requests[len(self.requests) :]:
-            if nbytes_max <= 0:
-                return True
-            end = self.rows + request.rows
-            for index, view in enumerate(self.slab.inputs):
-                copy_rows(request.payload[index], view[self.rows : end])
-            self.requests, self.rows = (*self.requests, request), end
-            nbytes_max -= request.rows * row_nbytes
-        return False
-
-
 class RowSource:
     """The source of one batch's rows. The base class gathers them from the arrays of its callers.
 
@@ -333,8 +282,6 @@ class RowSource:
     """Whether to copy each request out separately: rows are padded, or callers want different outputs."""
     refused: tuple[tuple[Request, InputError], ...] = ()
     """Requests whose rows could not be staged. The other requests continue."""
-    ahead_requests = ahead_rows = 0
-    """How many requests, from the first on, have their rows in the slab already, and how many rows."""
 
     def __init__(self, batch: Batch, slab: Slab) -> None:
         self.batch = batch
@@ -355,29 +302,20 @@ class RowSource:
     def ended(self) -> None:
         """Record that the batch is over."""
 
-    def leave_out(self, rows: AheadRows) -> None:
-        """Skip staging the rows that were copied ahead into the slab, if the batch begins with them."""
-        if rows.slab is self.slab:
-            rows.keep_to(self.batch.requests)
-            self.ahead_requests, self.ahead_rows = len(rows.requests), rows.rows
-            self.staged_nbytes -= self.slab.layout.input_row_nbytes * rows.rows
-
     def stage(self) -> None:
         """Copy the rows contiguously into the slab, and pad them. Runs in any thread.
 
         :raises InputError: if no request's rows can be staged.
         """
-        batch, ahead = self.batch, self.ahead_requests
-        counts = None if self.spans is None else [request.rows for request in batch.requests[ahead:]]
+        batch = self.batch
+        counts = None if self.spans is None else [request.rows for request in batch.requests]
         try:
             for index, view in enumerate(self.views):
                 arrays = self.arrays_of(index)
-                if ahead:
-                    arrays = arrays[ahead:]
                 if len(arrays) > 1:
-                    gather(arrays, view[self.ahead_rows : batch.rows], counts)
-                elif arrays:
-                    copy_rows(arrays[0], view[self.ahead_rows : batch.rows])
+                    gather(arrays, view[: batch.rows], counts)
+                else:
+                    copy_rows(arrays[0], view[: batch.rows])
         except Exception:
             self._stage_one_by_one()
         if batch.rows_run != batch.rows:
@@ -391,11 +329,10 @@ class RowSource:
         """
         # Keeps the arrays alive while threads read them.
         self._pins = pins(array for index in range(len(self.views)) for array in self.arrays_of(index))
-        first = self.ahead_rows
-        parts = parts_of(self.batch.rows_run - first, self.staged_nbytes, parts_max)
+        parts = parts_of(self.batch.rows_run, self.staged_nbytes, parts_max)
         if len(parts) < 2:
             return [self.stage]
-        return [partial(self._stage_part, first + start, first + stop) for start, stop in parts]
+        return [partial(self._stage_part, start, stop) for start, stop in parts]
 
     def _stage_part(self, start: int, stop: int) -> None:
         """Stage some rows of the batch, including padding."""

@@ -32,8 +32,6 @@ class ContextAllocator:
         # When each last ran with a profile, counted in such batches.
         self._used: dict[int, int] = {}
         self._acquired = 0
-        # The context kept for the next batch, and the profile that this batch is expected to have.
-        self._kept: tuple[int, Hashable] | None = None
         self.free = contexts
         """The number of free contexts."""
         self.quarantined: set[int] = set()
@@ -73,11 +71,10 @@ class ContextAllocator:
         :param run: the shape and the rows of the batch; ``None`` if no context has to change for it.
         :returns: the context and its arena.
         """
-        if profile is None and self._groups == 1 and self._kept is None:
+        if profile is None and self._groups == 1:
             context, group = self._free[0].pop(), 0
         else:
             context = self._find(profile, run)
-            self._kept = None
             group = context % self._groups
             self._free[group].remove(context)
         self.free -= 1
@@ -87,17 +84,6 @@ class ContextAllocator:
             return context, None
         self._users[group] += 1
         return context, group
-
-    def keep(self, profile: Hashable = None, run: Hashable = None) -> int | None:
-        """Return the context that such a batch would get now; ``None`` if no context is free.
-
-        The next batch with this profile gets it, if it is then still free and in a least used arena.
-        """
-        if not self.free:
-            return None
-        context = self._find(profile, run)
-        self._kept = context, profile
-        return context
 
     def release(self, context: int, arena: int | None) -> None:
         """Take back a context whose batch has ended."""
@@ -148,16 +134,11 @@ class ContextAllocator:
     def _find(self, profile: Hashable, run: Hashable) -> int:
         """Return the free context for the next batch."""
         free, users = self._free, self._users
-        if self._kept is None:
-            home = self._home.get((profile, run))
-            if home is not None and home in free[home % self._groups] and not users[home % self._groups]:
-                return home  # No other context is better, which is usual.
+        home = self._home.get((profile, run))
+        if home is not None and home in free[home % self._groups] and not users[home % self._groups]:
+            return home  # No other context is better, which is usual.
         least = min(users[group] for group, contexts in enumerate(free) if contexts)
         groups = [group for group, contexts in enumerate(free) if contexts and users[group] == least]
-        if self._kept is not None and self._kept[1] == profile:
-            kept = self._kept[0]
-            if kept % self._groups in groups and kept in free[kept % self._groups]:
-                return kept
         if profile is None:
             return free[groups[0]][-1]
         return min(

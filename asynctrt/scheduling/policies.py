@@ -313,8 +313,6 @@ class AtOnce:
 
     due_ns: int | None = None
     """When to launch the batch that may still grow; ``None`` if there is none."""
-    bucket: Bucket | None = None
-    """The bucket of that batch."""
     was: BatchKey | None = None
     """The key of a batch that was held back since the last launch."""
 
@@ -342,7 +340,7 @@ class JustInTime(AtOnce):
         self._holds_full_ones = holds_full_ones
 
     def begin(self) -> None:
-        self.due_ns = self.bucket = None
+        self.due_ns = None
 
     def may_grow(self, bucket: Bucket, now_ns: int) -> bool:
         if bucket.is_full and not self._holds_full_ones:
@@ -355,8 +353,7 @@ class JustInTime(AtOnce):
             due_ns = min(due_ns, deadline_ns - DEADLINE_MARGIN_NS)
         if due_ns <= now_ns:
             return False
-        self.due_ns = due_ns
-        self.bucket, self.was = bucket, bucket.key  # The open batch may have another key soon.
+        self.due_ns, self.was = due_ns, bucket.key
         return True
 
 
@@ -373,10 +370,6 @@ class TakeRows:
     def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
         """Return the requests of the next batch of a bucket; change nothing."""
         return *bucket.choose(self.rows_max(bucket, in_flight, reason), reason is Reason.AGED), ()
-
-    def preview(self, bucket: BucketQueue, in_flight: int) -> Sequence[Request]:
-        """Return the requests that the next batch of a bucket would probably have if it were launched now."""
-        return bucket.choose(self.rows_max(bucket, in_flight, Reason.AHEAD))[0]
 
 
 class TakeOneRequest(TakeRows):

@@ -35,7 +35,7 @@ from asynctrt.scheduling.policies import (
 )
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
-from asynctrt.scheduling.queues import BucketQueue, JoinedRows, OpenBatch
+from asynctrt.scheduling.queues import BucketQueue, JoinedRows
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
     QUEUED,
@@ -453,31 +453,6 @@ class Scheduler:
             return *contexts.acquire(), False
         changes = kept is not profile and not contexts.has_free(kept)
         return *contexts.acquire(kept, self._run_of(key, rows_run)), changes
-
-    @property
-    def early_key(self) -> BatchKey | None:
-        """Return the key of the batch that :meth:`next_batch` holds back, so that it may grow while others
-        compute; ``None`` if there is none."""
-        return None if self._growth.bucket is None else self._growth.bucket.key
-
-    def early(self) -> tuple[Sequence[Request], int] | None:
-        """Return the requests that the held-back batch would have now, and the context that it would run on;
-        ``None`` if that is not known."""
-        bucket = self._growth.bucket
-        if isinstance(bucket, OpenBatch):
-            self.queue.close_open()
-            bucket = bucket.bucket
-        if bucket is None or not bucket.rows:
-            return None
-        bucket.make_objects()  # Which rows were copied already is known by them.
-        chosen = self._rows.preview(bucket, len(self._in_flight))
-        key, sizes = bucket.key, self.room.sizes
-        rows_run, profile = self._run_as.expected(key, sum(request.rows for request in chosen))
-        if profile is None and self._run_as.has_profiles:
-            return None
-        rows_run = sizes.usual(key.shape, rows_run)
-        context = self.room.contexts.keep(sizes.profile(key, rows_run, profile), self._run_of(key, rows_run))
-        return None if context is None else (chosen, context)
 
     def _run_of(self, key: BatchKey, rows_run: int) -> Hashable:
         """Return what a context is set to for a batch; ``None`` for a graph, whose context is another one."""

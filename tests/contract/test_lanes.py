@@ -1,7 +1,6 @@
 """Batches that compute one after the other because the engine says so, on devices that copy meanwhile."""
 
 import asyncio
-import random
 import time
 
 import numpy as np
@@ -11,11 +10,9 @@ import asynctrt
 from asynctrt.backends.base import Capabilities, ModelBase
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError
-from asynctrt.runtime.staging import AheadRows
 from asynctrt.tensors import TensorSpec
-from tests.contract.devices import DEVICES, WITH_PLANS, Subject, subject_on
+from tests.contract.devices import DEVICES, WITH_PLANS, subject_on
 from tests.helpers import until
-from tests.models import rows
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
@@ -144,47 +141,3 @@ async def test_a_number_of_lanes_that_is_given_is_not_measured(settings, expecte
     async with asynctrt.open(Sleeping(), device=device, max_rows=2, **{"contexts": 4} | settings) as engine:
         statistics = engine.statistics()
     assert (statistics.lanes, statistics.lane_rates) == (expected, ())
-
-
-FLOATS = 16 << 10
-"""Of a row that is copied before its batch is launched: 64 KiB."""
-
-
-async def test_large_rows_are_right_whoever_leaves_or_is_urgent(device):
-    """They lie where they are going to be computed before it is known who will be in the batch."""
-    subject = Subject(device, floats=FLOATS, work_ns=3_000_000)
-    rng = random.Random(7)
-    expected = {number: subject.spec.expected({"input": rows(number, dims=(FLOATS,))}) for number in range(9)}
-    ahead = []
-    extend = AheadRows.extend
-
-    def noted(self, requests, nbytes_max):
-        more = extend(self, requests, nbytes_max)
-        ahead.append(self.rows)
-        return more
-
-    async def one(engine, number):
-        row = rows(number, dims=(FLOATS,))
-        try:
-            async with asyncio.timeout(rng.choice((None, None, None, 0.0, 0.001))):
-                answer = await engine.infer(row, priority=rng.choice((0, 0, 0, 1)))
-        except TimeoutError:
-            return
-        for name, values in expected[number].items():
-            np.testing.assert_array_equal(answer[name], values)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AheadRows, "extend", noted)
-        async with subject.open(contexts=4, arenas=4, max_rows=8, priorities=2, graphs="auto") as engine:
-            async with asyncio.timeout(WAIT_S):
-                for _ in range(WARM_UP):
-                    await engine.infer(rows(1, dims=(FLOATS,)))
-                for _ in range(25):
-                    async with asyncio.TaskGroup() as group:
-                        for _ in range(12):
-                            group.create_task(one(engine, rng.randrange(9)))
-                            if rng.random() < 0.5:
-                                await asyncio.sleep(0)
-    assert max(ahead, default=0) > 0
-    assert subject.double.violations() == ()
-    subject.model.close()

@@ -15,11 +15,8 @@ from asynctrt.backends.base import Capabilities
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError, EngineClosedError, ExecutionError, InputError
-from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.driver import GROW_ON_LOOP_NBYTES_MAX
-from asynctrt.runtime.staging import AHEAD_ROW_NBYTES_MIN, AheadRows
 from asynctrt.tensors import TensorSpec
-from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double, double_model, rows
 
@@ -229,106 +226,6 @@ class TestSlabsThatGrow:
             async with asyncio.timeout(WAIT_S):
                 assert (await engine.infer(np.ones((3, 5000), np.float32)))["output"].shape == (3, 5000)
             assert engine.statistics().cancelled == 1
-
-
-class TestRowsThatAreCopiedAhead:
-    """One batch computes and one is launched ahead, so that a third waits, and may still grow."""
-
-    FLOATS = AHEAD_ROW_NBYTES_MIN // 4
-
-    def opened(self):
-        device = LatchDevice(unified=False)
-        spec = [TensorSpec(name, "float32", (self.FLOATS,)) for name in ("input", "output")]
-        model = FunctionModel(double, inputs=spec[0], outputs=spec[1])
-        return asynctrt.open(model, device=device, contexts=3, max_rows=4), device
-
-    def row(self, value):
-        return rows(value, dims=(self.FLOATS,))
-
-    async def two(self, engine, device):
-        """Two requests in flight, and two behind them that are copied."""
-        first = await self.in_flight(engine, device)
-        others = [engine.submit(row) for row in (self.row(2), self.row(3))]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        return *first, *others
-
-    async def in_flight(self, engine, device):
-        first = engine.submit(self.row(0))
-        await device.wait_held()
-        second = engine.submit(self.row(1))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        return first, second
-
-    async def answered(self, device, futures, values):
-        device.open()
-        async with asyncio.timeout(WAIT_S):
-            answers = await asyncio.gather(*futures)
-        for answer, value in zip(answers, values, strict=True):
-            np.testing.assert_array_equal(answer["output"], 2 * self.row(value))
-
-    async def test_before_their_batch_is_launched(self):
-        opened, device = self.opened()
-        async with opened as engine:
-            first = await self.in_flight(engine, device)
-            sent = [self.row(2), self.row(3)]
-            others = [engine.submit(row) for row in sent]
-            await asyncio.sleep(0)
-            for row in sent:
-                row[...] = -1  # Too late.
-            await self.answered(device, [*first, *others], (0, 1, 2, 3))
-
-    async def test_and_copied_again_if_one_before_them_has_gone(self):
-        opened, device = self.opened()
-        async with opened as engine:
-            *first, second, third = await self.two(engine, device)
-            assert second.cancel()
-            await self.answered(device, [*first, third], (0, 1, 3))
-
-    @pytest.mark.parametrize("name", ["copies_ahead", "ahead_slab"])
-    async def test_what_fails_then_keeps_nothing_from_being_launched(self, monkeypatch, name):
-        opened, device = self.opened()
-
-        def fail(*args):
-            raise RuntimeError("the model failed to say")
-
-        monkeypatch.setattr(ContextPool, name, fail)
-        raised = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
-        async with opened as engine:
-            await self.answered(device, await self.two(engine, device), (0, 1, 2, 3))
-        assert raised == []
-
-    def test_ctrl_c_then_is_the_applications_and_costs_no_request(self, monkeypatch):
-        extend, interrupts = AheadRows.extend, [KeyboardInterrupt]
-
-        def interrupted(ahead, requests, nbytes_max):
-            more = extend(ahead, requests, nbytes_max)
-            if interrupts:
-                raise interrupts.pop()
-            return more
-
-        monkeypatch.setattr(AheadRows, "extend", interrupted)
-        with asyncio.Runner() as runner:
-            opened, device = self.opened()
-            engine = runner.run(opened._open())
-            futures = []
-
-            async def send():
-                futures.extend(await self.two(engine, device))
-
-            with pytest.raises(KeyboardInterrupt):
-                runner.run(send())
-            assert not interrupts
-
-            async def end():
-                await self.answered(device, futures, (0, 1, 2, 3)[: len(futures)])
-                await engine.drain()
-                assert engine.statistics().succeeded == 4
-                await engine.aclose()
-
-            runner.run(end())
 
 
 def test_ctrl_c_in_an_enqueue_frees_its_context_once_what_it_had_put_there_has_run():

@@ -1,7 +1,6 @@
 """Staging: layouts, where the rows of a batch come from, and how outputs are copied out."""
 
 import asyncio
-import random
 import threading
 import weakref
 from dataclasses import replace
@@ -17,7 +16,6 @@ from asynctrt.runtime import driver, spans
 from asynctrt.runtime.results import ResultMemory
 from asynctrt.runtime.spans import PART_NBYTES_MIN, copy_out, fills, spans_of
 from asynctrt.runtime.staging import (
-    AheadRows,
     RowSource,
     Slab,
     StagingBuffers,
@@ -130,93 +128,6 @@ def test_parts_do_together_what_is_done_at_once(monkeypatch, counts, parts):
 def test_small_batches_are_staged_in_one_part():
     source = RowSource(make_batch(make_request(np.zeros((2, 1), FLOAT))), slab_of())
     assert source.parts(4) == [source.stage]
-
-
-class TestRowsThatAreCopiedAhead:
-    INPUTS = (TensorSpec("a", FLOAT, (2,)), TensorSpec("b", INT))
-
-    def requests(self, counts):
-        rng = np.random.default_rng(0)
-        return tuple(
-            make_request(rng.random((count, 2)).astype(FLOAT), rng.integers(0, 99, count)) for count in counts
-        )
-
-    def ahead(self, rows_max=16):
-        slab = slab_of(inputs=self.INPUTS, rows_max=rows_max)
-        return AheadRows(slab), slab
-
-    @pytest.mark.parametrize("in_parts", [False, True])
-    @pytest.mark.parametrize("seed", range(20))
-    def test_whoever_leaves_or_comes_in_between_the_batch_has_the_rows_of_its_requests(
-        self, monkeypatch, seed, in_parts
-    ):
-        monkeypatch.setattr(spans, "PART_NBYTES_MIN", 1)
-        rng = random.Random(seed)
-        requests = list(self.requests(rng.choices((1, 1, 2, 3), k=12)))
-        rows, slab = self.ahead(rows_max=32)
-        waiting = []
-        for request in requests:
-            waiting.insert(len(waiting) if rng.random() < 0.7 else rng.randrange(len(waiting) + 1), request)
-            if len(waiting) > 1 and rng.random() < 0.3:
-                waiting.pop(rng.randrange(len(waiting)))
-            rows.extend(tuple(waiting), rng.choice((1, 40, 1000)))
-        if seed % 2:
-            waiting.pop(rng.randrange(len(waiting)))  # In the last moment.
-        batch = make_batch(*waiting, rows_run=28)
-        source = RowSource(batch, slab)
-        source.leave_out(rows)
-        for part in source.parts(3) if in_parts else [source.stage]:
-            part()
-        expected = slab_of(inputs=self.INPUTS, rows_max=32)
-        stage(expected, *waiting, rows_run=28)
-        for found, wanted in zip(slab.inputs, expected.inputs, strict=True):
-            np.testing.assert_array_equal(found[:28], wanted[:28])
-
-    def test_what_is_there_is_not_copied_again(self):
-        requests = self.requests([1, 2, 1])
-        rows, slab = self.ahead()
-        assert rows.extend(requests[:2], 1000) is False
-        source = RowSource(make_batch(*requests), slab)
-        source.leave_out(rows)
-        assert source.staged_nbytes == 8 + 8
-        for request in requests[:2]:
-            request.payload[0][...] = 0  # Their callers', who may do as they like with them.
-        slab.inputs[0][3:] = -1
-        source.stage()
-        assert (slab.inputs[0][:4] > 0).all()
-
-    def test_so_much_is_copied_at_a_time_but_one_request_at_least(self):
-        requests = self.requests([1, 1, 1])
-        rows, _ = self.ahead()
-        assert [rows.extend(requests, 1) for _ in range(4)] == [True, True, False, False]
-        assert rows.rows == 3
-        assert rows.extend(requests, 0) is False
-
-    def test_rows_in_another_slab_are_none(self):
-        requests = self.requests([1])
-        rows, _ = self.ahead()
-        rows.extend(requests, 1000)
-        _, slab = self.ahead()
-        source = RowSource(make_batch(*requests), slab)
-        source.leave_out(rows)
-        source.stage()
-        np.testing.assert_array_equal(slab.inputs[0][:1], requests[0].payload[0])
-
-    def test_an_array_that_changed_is_found_out_when_its_batch_is_staged(self):
-        requests = self.requests([1, 1, 1])
-        requests[1].payload = tuple(np.repeat(array, 2, axis=0) for array in requests[1].payload)
-        rows, slab = self.ahead()
-        with pytest.raises(ValueError, match="announced"):
-            rows.extend(requests, 1000)
-        assert rows.rows == 1
-        source = RowSource(make_batch(*requests), slab)
-        source.leave_out(rows)
-        source.stage()
-        ((refused, error),) = source.refused
-        assert refused is requests[1]
-        assert isinstance(error, InputError)
-        for at in (0, 2):
-            np.testing.assert_array_equal(slab.inputs[0][at], requests[at].payload[0][0])
 
 
 class TestArraysThatChanged:

@@ -95,17 +95,13 @@ class TestJustInTime:
         assert (first.lane, batch.lane) == (0, 0)
         assert plan.next_wakeup() is None
 
-    @pytest.mark.parametrize("are_copied_early", [False, True])
-    def test_plain_requests_grow_until_then_too(self, are_copied_early):
+    def test_plain_requests_grow_until_then_too(self):
         plan, now_ns = pipelined()
         plan.times.times_all = True
         _, free_ns = in_flight(plan, now_ns)
         futures = enter(plan, now_ns=now_ns + MS)
         assert plan.next_batch(now_ns + MS) is None
-        assert (plan.early_key, plan.next_wakeup()) == (KEY, free_ns - LEAD_NS)
-        if are_copied_early:
-            requests, _ = plan.early()
-            assert [request.future for request in requests] == futures
+        assert plan.next_wakeup() == free_ns - LEAD_NS
         futures += enter(plan, 2, now_ns=now_ns + 2 * MS)
         assert plan.next_batch(now_ns + 2 * MS) is None
         batch = plan.next_batch(free_ns - LEAD_NS)
@@ -121,21 +117,6 @@ class TestJustInTime:
         enter(plan, key=BatchKey(("other",)), now_ns=now_ns + 2 * MS)
         batch = plan.next_batch(free_ns - LEAD_NS)
         assert (batch.key, batch.reason, batch.was_due) == (KEY, Reason.AHEAD, True)
-
-    def test_rows_are_copied_early_to_the_context_that_keeps_the_size_of_their_batch(self):
-        plan, now_ns = pipelined(change_ns=100 * MS)
-        contexts = {}
-        for shape in ("b", "c", "c", "d"):
-            submit(plan, shape=shape, now_ns=now_ns)
-            batch = plan.next_batch(now_ns)
-            contexts[shape] = batch.context
-            now_ns = run(plan, batch, now_ns)
-        submit(plan, shape="c", now_ns=now_ns)
-        plan.started(plan.next_batch(now_ns), now_ns + STAGING_NS)
-        submit(plan, now_ns=now_ns)
-        assert plan.next_batch(now_ns) is None
-        assert plan.early()[1] == contexts["b"]
-        assert plan.next_batch(plan.next_wakeup()).context == contexts["b"]
 
     @pytest.mark.parametrize("late", [0.0, 0.05, 0.3])
     def test_how_early_depends_on_how_many_are_late(self, late):

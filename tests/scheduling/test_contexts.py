@@ -196,47 +196,6 @@ def test_the_mates_of_a_quarantined_context_may_hang_too():
     assert repr(allocator) == "<ContextAllocator free=0 quarantined=3>"
 
 
-@pytest.mark.parametrize("profile", [None, 1])
-@pytest.mark.parametrize(("contexts", "arenas"), [(3, 0), (6, 2)])
-def test_the_context_that_is_kept_is_the_next_one_whichever_are_released_meanwhile(contexts, arenas, profile):
-    allocator = ContextAllocator(contexts=contexts, arenas=arenas)
-    busy = [allocator.acquire(profile) for _ in range(2)]
-    kept = allocator.keep(profile)
-    assert kept not in [context for context, _ in busy]
-    for context, arena in busy:
-        allocator.release(context, arena)
-        assert allocator.keep(profile) == kept
-    free = allocator.free
-    assert allocator.acquire(profile)[0] == kept
-    assert allocator.free == free - 1
-    assert sorted([kept, *[context for context, _ in acquire_all(allocator)]]) == list(range(contexts))
-
-
-def test_a_context_is_not_kept_for_a_batch_with_another_profile():
-    allocator = ContextAllocator(contexts=2, arenas=0)
-    allocator.release(*allocator.acquire(1))
-    assert allocator.keep(1) == 0
-    assert allocator.acquire(2)[0] == 1
-    assert allocator.keep(1) == 0
-
-
-def test_a_context_in_an_arena_that_is_used_meanwhile_is_not_kept():
-    users = [0, 0]
-    allocator = ContextAllocator(contexts=4, arenas=2, arena_users=users)
-    assert allocator.keep() == 0
-    users[0] += 1  # By another engine.
-    assert allocator.acquire() == (1, 1)
-
-
-def test_no_context_is_kept_that_cannot_be_used():
-    allocator = ContextAllocator(contexts=4, arenas=2)
-    assert allocator.keep() == 0
-    allocator.quarantine_arena(0)
-    assert allocator.keep() == 1
-    allocator.quarantine_arena(1)
-    assert allocator.keep() is None
-
-
 @pytest.mark.parametrize("arenas", [0, 1, 2, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_contexts_come_to_keep_their_profiles(arenas, seed):

@@ -639,8 +639,9 @@ class Rules:
             _hold(wakeup_ns is not None and wakeup_ns <= until_ns, "nobody watches the wait for a context")
             return
         # What has its turn may be a batch that still grows, until the device wants it.
-        early = scheduler.early_key
-        is_behind = early is not None and self._rows[early] < limits.rows_max(early)
+        is_behind = policy.is_pipelined and any(
+            rows < limits.rows_max(key) for key, rows in self._rows.items()
+        )
         is_free = not self._some_full() or policy.answers_in_time or is_behind
         _hold(is_free, "a full batch waits although a context is free")
         if in_flight >= policy.concurrency:
