@@ -6,7 +6,7 @@ Inputs that pass cannot harm other requests of their batch: they are plain ``num
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from numpy import ndarray
 from asynctrt._util.validation import int_or_none
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError, describe, show
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.key import FIXED_SHAPE, SHAPES_MAX, BatchKey
 from asynctrt.tensors import (
     Array,
     Dims,
@@ -38,9 +38,6 @@ Outputs = Literal["host", "device"] | Sequence[str]
 
 Checked = tuple[tuple[Array, ...], int, BatchKey]
 """Arrays with rows first, in the model's order, their number of rows, and the key of their batches."""
-
-SHAPES_MAX: Final = 4096
-"""The most shapes of inputs to remember as valid."""
 
 
 class InputCheck:

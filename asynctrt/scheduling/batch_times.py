@@ -11,15 +11,11 @@ from collections.abc import Hashable, Mapping
 from typing import Final
 
 from asynctrt.scheduling.batch import Batch, Measured
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.key import KEYS_KEPT_MAX, BatchKey
 
 WINDOW: Final = 16
 """How many of the latest times of a size are kept: enough for a quantile of 0.9, yet few enough that they are
 soon replaced when times change."""
-
-KEYS_MAX: Final = 256
-"""The most keys whose times are kept. It bounds memory if shapes keep changing, as each key may have many
-sizes; the number itself was not tuned."""
 
 TYPICAL: Final = 0.25
 LATE: Final = 0.9
@@ -140,7 +136,7 @@ class Times:
         sizes = self._keys.get(key)
         if sizes is None:
             sizes = self._keys[key] = _Sizes()
-            if len(self._keys) > KEYS_MAX:
+            if len(self._keys) > KEYS_KEPT_MAX:
                 self._keys.popitem(last=False)
         if len(self._keys) > 1:
             self._keys.move_to_end(key)

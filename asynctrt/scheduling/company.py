@@ -8,16 +8,11 @@ for the rest is still needed, so they join only where they replace rows that pad
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import lru_cache
-from typing import Final
 
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.batch_times import TIMES_MIN, Costs
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.key import SHAPES_MAX, BatchKey
 from asynctrt.scheduling.queues import BucketQueue, JoinedRows
-
-KNOWN_MAX: Final = 4096
-"""The most answers about shapes to remember. It bounds memory, and is enough for every pair of 64 shapes; an
-answer that was dropped is computed again."""
 
 
 class OneSize:
@@ -59,8 +54,8 @@ class MixedSizes(OneSize):
         padded_rows: Callable[[Hashable, int], int] = lambda _, rows: rows,
     ) -> None:
         # Both are called with the same few shapes for each batch.
-        self._units_of = lru_cache(KNOWN_MAX)(units_of)
-        self._holds = lru_cache(KNOWN_MAX)(holds)
+        self._units_of = lru_cache(SHAPES_MAX)(units_of)
+        self._holds = lru_cache(SHAPES_MAX)(holds)
         self._padded_rows = padded_rows
         self._are_told = False
         self.costs = Costs()

@@ -3,6 +3,11 @@
 from collections.abc import Hashable
 from typing import Final, NamedTuple
 
+SHAPES_MAX: Final = 4096
+KEYS_KEPT_MAX: Final = 256
+"""The most shapes about which an answer is remembered, and the most keys for which something larger is kept.
+Both bound memory if shapes keep changing, and the numbers were not tuned."""
+
 Shared = tuple[tuple[int, ...], bytes | tuple[str, ...]]
 """An input that all rows of a batch share: its shape, and its content as bytes or as strings."""
 

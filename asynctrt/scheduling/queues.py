@@ -16,7 +16,7 @@ from itertools import chain, islice
 from typing import Any, Final
 
 from asynctrt.scheduling.batch import Reason
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.key import FIXED_SHAPE, KEYS_KEPT_MAX, BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS, Policy
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
@@ -32,30 +32,15 @@ from asynctrt.scheduling.request import (
 TOMBSTONES_MIN: Final = 64
 """Below this many tombstones, rebuilding costs more than skipping them does."""
 
-LOOKAHEAD_MAX: Final = 16
-"""How many requests that do not fit into the rest of a batch may be passed over in favour of smaller ones. It
-bounds the work for each batch if many large requests are queued; the number was not tuned."""
-
-DISPLACED_FROM_MAX: Final = 16
-"""How many buckets are searched for requests to displace, from the last turn on: submitting to a full queue
-stays cheap however many buckets there are. The number was not tuned."""
-
-OVERDUE_FROM_MAX: Final = 64
-"""How many buckets of each priority are searched for the most overdue request, to bound the work. Later
-buckets move up with every batch, so each is searched soon."""
-
-JOIN_FROM_MAX: Final = 64
-"""How many buckets are searched for rows to share a batch with, to bound the work for each batch. Buckets
-whose turn comes first are searched first."""
+SEARCHED_MAX: Final = 64
+"""How many requests or buckets are looked at for one decision, beginning with the next in turn, to bound the
+work for each batch and for each request to a full queue. All others move up with every batch, so their time
+comes soon. The number was not tuned."""
 
 TURNS_KEPT: Final = 8
 """How many full batches a bucket may launch in a row for each other bucket that recently had a turn without
 filling a batch. Strict turns were tried first: 15 rare shapes beside a common one then cost a third of the
 answers at 90% load (``docs/batching.md``)."""
-
-EMPTY_MAX: Final = 256
-"""How many empty buckets are kept, so that a shape which comes again needs no new one. It bounds memory if
-shapes keep changing; the number was not tuned."""
 
 
 class BucketQueue:
@@ -313,7 +298,7 @@ class BucketQueue:
                         return tuple(chosen), rows_max
                 else:
                     passed_over += 1
-                    if passed_over == LOOKAHEAD_MAX:
+                    if passed_over == SEARCHED_MAX:
                         break
         return tuple(chosen), rows_max - room
 
@@ -514,7 +499,7 @@ class Buckets:
 
     def add(self, bucket: BucketQueue) -> None:
         """Add a new bucket. If there are many empty ones, drop them."""
-        if len(self.by_key) - self.waiting >= EMPTY_MAX:
+        if len(self.by_key) - self.waiting >= KEYS_KEPT_MAX:
             self.by_key = {key: kept for key, kept in self.by_key.items() if kept.rows}
         self.by_key[bucket.key] = bucket
 
@@ -578,7 +563,7 @@ class Buckets:
             for level in self._levels
             for bucket in chain(reversed(level.filling), reversed(level.ready))
         )
-        looked_through = list(islice(far_off, DISPLACED_FROM_MAX))
+        looked_through = list(islice(far_off, SEARCHED_MAX))
         found: list[Request] = []
         for priority in range(below):
             for bucket in looked_through:
@@ -621,7 +606,7 @@ class Buckets:
         """Return the bucket with the most overdue request of any priority; ``None`` if there is none."""
         found, due_ns = None, now_ns + 1
         for level in self._levels:
-            for bucket in islice(level.ready, OVERDUE_FROM_MAX):
+            for bucket in islice(level.ready, SEARCHED_MAX):
                 if (its_ns := bucket.overdue_ns()) < due_ns:
                     found, due_ns = bucket, its_ns
         return found
@@ -630,7 +615,7 @@ class Buckets:
         """Yield buckets with work in the order of their turns."""
         levels = reversed(self._levels[: self.priority_max + 1])
         waiting = chain.from_iterable(chain(level.ready, level.filling) for level in levels)
-        return islice(waiting, JOIN_FROM_MAX)
+        return islice(waiting, SEARCHED_MAX)
 
     def instead(self, bucket: BucketQueue, request: Request) -> BucketQueue | None:
         """Return the bucket of the request with the earliest deadline, if it may be launched instead of

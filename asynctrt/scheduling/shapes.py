@@ -4,13 +4,10 @@ profile."""
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from asynctrt.errors import AsynctrtError, ExecutionError
-
-SHAPES_MAX: Final = 4096
-"""The most shapes that are remembered; the model is asked again about others. It bounds memory if shapes keep
-changing; the number was not tuned."""
+from asynctrt.scheduling.key import SHAPES_MAX
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asynctrt
-from asynctrt.core.inputs import SHAPES_MAX, InputCheck, as_text
+from asynctrt.core.inputs import InputCheck, as_text
 from asynctrt.errors import InputError
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.key import SHAPES_MAX, BatchKey
 from asynctrt.tensors import TensorSpec, convert, holds_text
 from tests.models import double_model, rows
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as some
 
 from asynctrt.scheduling.batch_times import (
     FORGOTTEN_AFTER,
-    KEYS_MAX,
     SURE_SAMPLES,
     TIMED_ALWAYS_NS,
     TIMED_EVERY,
@@ -17,7 +16,7 @@ from asynctrt.scheduling.batch_times import (
     Times,
 )
 from asynctrt.scheduling.concurrency import LEAD_MARGIN_NS, Concurrency
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.key import KEYS_KEPT_MAX, BatchKey
 from tests.scheduling.support import make_batch
 
 SHAPE = (("n", 3),)
@@ -70,7 +69,7 @@ def test_shapes_do_not_share_expectations():
 
 def test_the_least_recently_seen_shape_is_forgotten():
     history = Times()
-    for shape in range(KEYS_MAX):
+    for shape in range(KEYS_KEPT_MAX):
         history.observe(shape, 1, 10)
     history.observe(0, 1, 10)
     history.observe("new", 1, 10)
@@ -440,7 +439,7 @@ def test_what_is_not_seen_again_is_forgotten():
 
 def test_shapes_are_apart_and_bounded():
     times = promised((4, 100))
-    for number in range(KEYS_MAX - 1):
+    for number in range(KEYS_KEPT_MAX - 1):
         times.observe(number, 4, 900)
     assert told(times, 4) == [100]
     times.observe("one more", 4, 900)

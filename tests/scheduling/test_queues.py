@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from asynctrt.scheduling.batch import Reason
+from asynctrt.scheduling.key import KEYS_KEPT_MAX
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.queues import (
-    EMPTY_MAX,
-    LOOKAHEAD_MAX,
+    SEARCHED_MAX,
     TOMBSTONES_MIN,
     TURNS_KEPT,
     BucketQueue,
@@ -83,7 +83,7 @@ class TestOneBucket:
 
     def test_looking_past_what_does_not_fit_is_bounded(self):
         small_and_late = request(1)
-        large = [request(4) for _ in range(LOOKAHEAD_MAX)]
+        large = [request(4) for _ in range(SEARCHED_MAX)]
         queue = queue_of(request(3), *large, small_and_late)
         assert small_and_late not in take(queue, 4)
 
@@ -675,9 +675,9 @@ class TestManyBuckets:
         board.launch()
         board.push("kept")
         assert board.buckets.by_key.get(key_of("kept")) is kept
-        for name in range(10 * EMPTY_MAX):
+        for name in range(10 * KEYS_KEPT_MAX):
             board.leave(board.push(name))
-            assert len(board.buckets.by_key) <= EMPTY_MAX + len(board.buckets)
+            assert len(board.buckets.by_key) <= KEYS_KEPT_MAX + len(board.buckets)
         assert board.buckets.by_key.get(key_of("kept")) is kept, "one with work is never dropped"
 
     def test_clearing_takes_what_waits_and_forgets_the_rest(self):

@@ -3,7 +3,8 @@
 import pytest
 
 from asynctrt.errors import DeviceLostError, ExecutionError, InputError
-from asynctrt.scheduling.shapes import SHAPES_MAX, Shapes
+from asynctrt.scheduling.key import SHAPES_MAX
+from asynctrt.scheduling.shapes import Shapes
 from tests.scheduling.support import Profiles
 
 SHAPE = (("n", 7),)
