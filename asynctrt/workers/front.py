@@ -390,7 +390,7 @@ class Dispatcher:
         while self._held:
             link = min(
                 (link for link in self.links if link.takes),
-                key=lambda link: (link.is_stuck, link.rows),
+                key=lambda link: link.rows,
                 default=None,
             )
             if link is None:
@@ -676,20 +676,6 @@ class Dispatcher:
         self.lost = None
         self.send_held()
 
-    def link_looked(self, link: Link) -> None:
-        """Move groups that a stuck worker has not begun to others. It may still begin them, in vain."""
-        waiting = link.not_begun() if self._options.idempotent else []
-        if not waiting or not any(one.takes and not one.is_stuck for one in self.links):
-            return
-        for group in waiting:
-            try:
-                copies = group.parts(self._heap, self._memory, len(group.requests))
-            except MemoryError:
-                break
-            link.cancel(group)
-            self._held.extend(copies)
-        self.send_held()
-
     def hold(self, groups: Iterable[RequestGroup]) -> None:
         """Hold groups no longer suspected, before all others; free those without a waiting caller."""
         for group in reversed(list(groups)):
@@ -703,7 +689,7 @@ class Dispatcher:
         if len(group.requests) == 1:
             return [group]
         try:
-            singles = group.parts(self._heap, self._memory, 1)
+            singles = group.singles(self._heap, self._memory)
         except MemoryError:
             self._fail_groups([group], error)
             self.tell_if_idle()

@@ -206,37 +206,33 @@ class RequestGroup:
         """Return the requests whose callers still wait."""
         return [request for request in self.requests if request.state is QUEUED]
 
-    def parts(self, heap: Heap, memory: SharedMemory, requests_max: int) -> "list[RequestGroup]":
-        """Move the waiting requests to new groups, each with its own block. The old block stays as it is.
+    def singles(self, heap: Heap, memory: SharedMemory) -> "list[RequestGroup]":
+        """Move each waiting request to a new group with its own block. The old block stays as it is.
 
-        :param requests_max: the maximum number of requests of a new group.
         :raises MemoryError: if there is no room; then nothing has changed.
         """
-        waiting = self.waiting()
-        made = [
-            RequestGroup(waiting[first : first + requests_max], self.layout)
-            for first in range(0, len(waiting), requests_max)
-        ]
-        done = []
-        try:
-            for part in made:
-                part.allocate(heap, memory)
-                done.append(part)
-        except MemoryError:
-            for part in done:
-                part.free(heap)
-            raise
-        spans = dict(zip(map(id, self.requests), spans_of(self.requests), strict=True))
-        sources = dict(zip(map(id, self.requests), self.sources or self.requests, strict=True))
+        spans = spans_of(self.requests)
+        sources = self.sources or self.requests
         whole = self.arrays(memory).inputs
-        for part in made:
-            part.deaths, part.hangs = self.deaths, self.hangs
-            for request in part.requests:
-                request.payload = part
-            if self.sources is not None:
-                part.sources = [sources[id(request)] for request in part.requests]
-            for name, view in part.arrays(memory).inputs.items():
-                np.concatenate([whole[name][spans[id(request)]] for request in part.requests], out=view)
+        made: list[RequestGroup] = []
+        try:
+            for request, span, source in zip(self.requests, spans, sources, strict=True):
+                if request.state is not QUEUED:
+                    continue
+                single = RequestGroup([request], self.layout)
+                single.allocate(heap, memory)
+                made.append(single)
+                single.deaths, single.hangs = self.deaths, self.hangs
+                if self.sources is not None:
+                    single.sources = [source]
+                for name, view in single.arrays(memory).inputs.items():
+                    view[...] = whole[name][span]
+        except MemoryError:
+            for single in made:
+                single.free(heap)
+            raise
+        for single in made:
+            single.requests[0].payload = single
         self.requests, self.left = [], 0
         return made
 

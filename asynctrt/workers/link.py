@@ -36,7 +36,6 @@ from asynctrt.workers.messages import (
     Want,
 )
 from asynctrt.workers.original import Original
-from asynctrt.workers.pulse import LOOK_S, Pulse
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from asynctrt.workers.spares import Spares
 from asynctrt.workers.spawn import OwnWorkers, WorkerHandle
@@ -64,11 +63,11 @@ RETRY_S: Final = 1.0
 RETRY_S_MAX: Final = 300.0
 """The maximum of that pause, so that a model which was mended is found within minutes."""
 
-TRIAL_S_MIN: Final = 5.0
-"""The minimum time limit for the trial of a request that hung before."""
+LOOK_S: Final = 0.5
+"""How often a link looks at its worker's heartbeat."""
 
-TRIAL_FACTOR: Final = 10
-"""The same limit as a multiple of the longest batch so far. It never exceeds the batch_timeout."""
+SILENCE_S_MIN: Final = 0.9
+"""A shorter silence means nothing, whatever the batch_timeout is: both processes may have to wait for a core."""
 
 KILL_S: Final = 5.0
 """How long a killed process may take to end."""
@@ -105,9 +104,6 @@ class LinkOwner(Protocol):
 
     def link_found(self) -> None:
         """Accept requests again, if they were refused."""
-
-    def link_looked(self, link: "Link") -> None:
-        """Let others take over what a stuck worker has not begun."""
 
 
 class Candidate:
@@ -173,15 +169,15 @@ class Link:
         """The rows that its worker has not answered yet."""
         self._unpublished = False
         self._trials = Trials()
-        self._trial: asyncio.TimerHandle | None = None
         self._failed_starts = 0
         self._vain_deaths = 0
         self._original = original
         self._retry_s = 0.0  # The next pause before a lost engine is tried again, if it was lost before.
         self.deaths = 0
         """Workers that died."""
-        self._pulse = Pulse(want.options.batch_timeout)
         self._look: asyncio.TimerHandle | None = None
+        # When the worker was last looked at, its heartbeat then, and for how long that has not changed.
+        self._looked_ns = self._beat_ns = self._silent_ns = 0
         self._counts_before: Statistics | None = None
         self.first: asyncio.Future[Description] = loop.create_future()
         """Done when the first worker is ready or has failed."""
@@ -204,11 +200,6 @@ class Link:
         if self.state != "open" or len(self.groups) >= GROUPS_MAX:
             return False
         return self._trials.lets_in(clock.now_ns())
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether its worker has answered nothing for so long that others are preferred."""
-        return self._pulse.is_stuck
 
     @property
     def spare(self) -> str:
@@ -256,13 +247,6 @@ class Link:
     def take_suspects(self) -> list[RequestGroup]:
         """Hand over the suspects that no worker has to the caller."""
         return self._trials.take_waiting()
-
-    def not_begun(self) -> list[RequestGroup]:
-        """Return the groups that wait, not yet launched, in a stuck worker."""
-        if not self.is_stuck or self._trials.tried:
-            return []
-        words = self._memory.words
-        return [group for group in self.groups.values() if group.left and not words[group.launched]]
 
     def unanswered(self) -> list[RequestGroup]:
         """Return its unanswered groups, including the suspects still to be tried."""
@@ -405,7 +389,7 @@ class Link:
         candidate.process.send(message, [memory.fd, rings.fd, theirs, own])
         rings.close()
         self._receiver.sleep()
-        self._pulse.begin(clock.now_ns())
+        self._looked_ns, self._beat_ns, self._silent_ns = clock.now_ns(), 0, 0
         if self._look is None:
             self._look = self._loop.call_later(LOOK_S, self._look_after)
         self.state, self.lost = "open", None
@@ -445,7 +429,7 @@ class Link:
 
     def _detach(self) -> None:
         """Release the rings."""
-        self._end_trial()
+        self._trials.tried = None
         if self._look is not None:
             self._look.cancel()
             self._look = None
@@ -514,7 +498,7 @@ class Link:
     def _give_back(self, how: str) -> None:
         """Return the worker's groups to the front, except suspects, which will be tried apart."""
         groups, self.groups, self.rows = list(self.groups.values()), {}, 0
-        tried = self._end_trial()
+        tried, self._trials.tried = self._trials.tried, None
         if self.owner is None:
             return
         for suspects in self.owner.returned(groups, how):
@@ -561,24 +545,6 @@ class Link:
         self._trials.tried = suspect
         self.put(suspect)
         self.publish()
-        timeout_s = self._options.batch_timeout
-        limit_s = max(TRIAL_S_MIN, TRIAL_FACTOR * self._pulse.longest_ns / 1e9)
-        if suspect.hangs and timeout_s is not None and limit_s < timeout_s:
-            self._trial = self._loop.call_later(limit_s, self._hangs_again, limit_s)
-
-    def _hangs_again(self, limit_s: float) -> None:
-        """End the worker of a request that hung before and hangs again: the batch_timeout may be long."""
-        assert self._worker is not None
-        why = f"a request hung for the batch_timeout before, and for {limit_s:.3g} s when it was alone"
-        self._end(self._worker, why)
-
-    def _end_trial(self) -> RequestGroup | None:
-        """End the current trial; return its group, if there was one."""
-        tried, self._trials.tried = self._trials.tried, None
-        if self._trial is not None:
-            self._trial.cancel()
-            self._trial = None
-        return tried
 
     def _share_again(self, worker: Candidate) -> None:
         """Replace the unshared worker with a shared one, after the last suspect."""
@@ -652,11 +618,8 @@ class Link:
             del self.groups[number]
             self.rows -= group.rows
             if group is self._trials.tried:
-                self._end_trial()
+                self._trials.tried = None
             self._vain_deaths, self._retry_s = 0, 0.0
-            # Cancelled and expired groups do not count: they are reported even while a batch hangs.
-            if fields[0] == Kind.ANSWER or (fields[0] == Kind.ERROR and group.deadline_ns == NO_DEADLINE_NS):
-                self._pulse.answered(fields[6])
             self.owner.answered(self, group, fields)
 
     def _fetch(self, group: RequestGroup, nbytes: int) -> None:
@@ -677,11 +640,15 @@ class Link:
         self._look = self._loop.call_later(LOOK_S, self._look_after)
         if self._sender is None or self._worker is None or self._worker.process is None:
             return
-        why = self._pulse.looked(clock.now_ns(), self._sender.beat_ns, groups=len(self.groups))
-        if why:
+        now_ns, beat_ns, limit_s = clock.now_ns(), self._sender.beat_ns, self._options.batch_timeout
+        # If this process was stopped too (Ctrl-Z), it cannot know how long the worker was silent.
+        seen_ns = min(now_ns - self._looked_ns, int(LOOK_S * 1e9))
+        self._silent_ns = self._silent_ns + seen_ns if beat_ns == self._beat_ns else 0
+        self._looked_ns, self._beat_ns = now_ns, beat_ns
+        if limit_s is not None and self._silent_ns > max(limit_s, SILENCE_S_MIN) * 1e9:
+            silent_s = self._silent_ns / 1e9
+            why = f"its event loop had not run for {silent_s:.1f} s (batch_timeout is {limit_s:g} s)"
             self._end(self._worker, why)
-        elif self.owner is not None:
-            self.owner.link_looked(self)
 
 
 def _joined(one: Statistics | None, other: Statistics | None) -> Statistics | None:

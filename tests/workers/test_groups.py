@@ -66,7 +66,7 @@ def test_each_who_still_waits_has_its_rows_in_a_group_of_its_own(memory):
     group.deaths, group.hangs = 2, True
     memory.words[group.block // 8 + LAUNCHED] = 1
     requests[1].state = State.CANCELLED
-    singles = group.parts(heap, memory, 1)
+    singles = group.singles(heap, memory)
     assert (group.requests, group.left) == ([], 0)
     group.free(heap)
     assert [single.requests for single in singles] == [[one] for one in (requests[0], *requests[2:])]
@@ -104,7 +104,7 @@ def test_without_room_for_all_of_them_nothing_changes():
     group.allocate(heap, memory)
     group.write(memory, [request.payload for request in group.requests])
     with pytest.raises(MemoryError):
-        group.parts(heap, memory, 1)
+        group.singles(heap, memory)
     assert heap.blocks == 1
     assert group.block >= 0
     memory.close()
