@@ -67,7 +67,7 @@ LOOK_S: Final = 0.5
 """How often a link looks at its worker's heartbeat."""
 
 SILENCE_S_MIN: Final = 0.9
-"""A shorter silence means nothing, whatever the batch_timeout is: both processes may have to wait for a core."""
+"""A shorter silence means nothing, whatever the batch_timeout is: processes may wait for a core."""
 
 KILL_S: Final = 5.0
 """How long a killed process may take to end."""
