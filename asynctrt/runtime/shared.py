@@ -6,13 +6,13 @@ memory copies them from there if it can. Otherwise they are gathered into the co
 of any other batch. The writer must leave them alone until the batch has ended.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
-from asynctrt.devices.base import ALIGNMENT, Buffer, Stream
+from asynctrt.devices.base import Buffer, Stream
 from asynctrt.runtime.spans import spans_of
 from asynctrt.runtime.staging import Layout, RowSource, Slab, StagingBuffers
 from asynctrt.scheduling.batch import Batch
@@ -41,53 +41,36 @@ class SharedBuffer:
 
 
 class SharedBlock:
-    """A part of shared memory with rows of one shape: an array of ``capacity`` rows for each input.
+    """A part of shared memory with rows of one shape.
 
-    :param offsets: the offset of each array in the buffer.
+    :param start: its offset in the buffer.
+    :param content: everything that must stay the same for it to be the same block.
     """
 
-    def __init__(self, buffer: Buffer, offsets: tuple[int, ...], capacity: int) -> None:
+    def __init__(self, buffer: Buffer, start: int, nbytes: int, content: Hashable) -> None:
         self.buffer = buffer
-        self.offsets = offsets
-        self.capacity = capacity
+        self.start = start
+        self.nbytes = nbytes
+        self.content = content
         self.batches = 0
         """The number of batches in flight with rows of the block."""
         self.address: int | None = None
         """The buffer's address, once the device can copy from this part of it."""
         self.slabs: dict[int, Slab] = {}
-        """The slabs that batches were run from, by their first row in the block."""
+        """The slabs that batches were run from, by number of rows."""
         self.is_forgotten = False
         """Whether to release the block when the last batch is over."""
 
     def __repr__(self) -> str:
-        return f"<SharedBlock capacity={self.capacity} batches={self.batches}>"
-
-    def slab(self, layout: Layout, start: int) -> Slab | None:
-        """Return the rows from ``start`` on as a slab for inputs; ``None`` if they are not aligned.
-
-        :param layout: the layout of the slab to replace.
-        """
-        slab = self.slabs.get(start)
-        if slab is not None:
-            return slab
-        if any(start * span.row_nbytes % ALIGNMENT for span in layout.inputs):
-            return None
-        spans = [
-            replace(span, offset=offset + start * span.row_nbytes)
-            for span, offset in zip(layout.inputs, self.offsets, strict=True)
-        ]
-        rows_max = self.capacity - start
-        own = replace(layout, inputs=tuple(spans), outputs=(), rows_max=rows_max, output_row_nbytes=0)
-        slab = self.slabs[start] = Slab(own, StagingBuffers.over(self.buffer))
-        return slab
+        return f"<SharedBlock start={self.start} nbytes={self.nbytes} batches={self.batches}>"
 
 
 class SharedRows(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclasses may not have slots)
     """The payload of a request whose arrays are in a block."""
 
     block: SharedBlock
-    start: int
-    """Its first row in the block."""
+    offsets: tuple[int, ...]
+    """The offset of each array in the buffer."""
     batches: int
     """The number of batches in flight with these rows."""
     _on_ended: Callable[[SharedBlock], None]
@@ -96,17 +79,31 @@ class SharedRows(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclasses may
     def at(
         cls,
         block: SharedBlock,
-        start: int,
+        offsets: tuple[int, ...],
         arrays: Iterable[Array],
         on_ended: Callable[[SharedBlock], None],
     ) -> Self:
-        """Return the payload for rows at ``start`` in a block.
+        """Return the payload for rows in a block.
 
         :param on_ended: called with the block when a batch with these rows is over.
         """
         made = cls(arrays)
-        made.block, made.start, made.batches, made._on_ended = block, start, 0, on_ended
+        made.block, made.offsets, made.batches, made._on_ended = block, offsets, 0, on_ended
         return made
+
+    def slab(self, layout: Layout) -> Slab:
+        """Return the rows as a slab for inputs.
+
+        :param layout: the layout of the slab to replace.
+        """
+        rows = len(self[0])
+        slab = self.block.slabs.get(rows)
+        if slab is None:
+            placed = zip(layout.inputs, self.offsets, strict=True)
+            spans = tuple([replace(span, offset=offset) for span, offset in placed])
+            own = replace(layout, inputs=spans, outputs=(), rows_max=rows, output_row_nbytes=0)
+            slab = self.block.slabs[rows] = Slab(own, StagingBuffers.over(self.block.buffer))
+        return slab
 
     def launched(self) -> None:
         """Record that a batch with these rows is in flight."""
@@ -143,10 +140,8 @@ class SharedSource(RowSource):
         # A batch of several requests may be retried in halves, which the model must not have overwritten.
         is_alone = len(self._rows) == 1 and batch.rows_run == batch.rows and slab.layout.is_plain
         if is_alone and not self.has_copies_in and not is_captured:
-            own = self._rows[0].block.slab(slab.layout, self._rows[0].start)
-            if own is not None:
-                self.inputs = own
-                self.staged_nbytes = 0
+            self.inputs = self._rows[0].slab(slab.layout)
+            self.staged_nbytes = 0
         if self._is_copied:
             addresses = zip(batch.requests, self._addresses, strict=True)
             copied = sum([request.rows for request, address in addresses if address is not None])
@@ -206,10 +201,8 @@ class SharedSource(RowSource):
         runs: list[tuple[int, int]] = []
         for rows, span, address in zip(self._rows, spans, self._addresses, strict=True):
             nbytes = (span.stop - span.start) * row_nbytes
-            if address is None:
-                start = staged + span.start * row_nbytes
-            else:
-                start = address + rows.block.offsets[index] + rows.start * row_nbytes
+            is_pinned = address is not None
+            start = address + rows.offsets[index] if is_pinned else staged + span.start * row_nbytes
             if runs and sum(runs[-1]) == start:
                 start, nbytes = runs[-1][0], runs[-1][1] + nbytes
                 runs.pop()

@@ -48,7 +48,7 @@ from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult
 from asynctrt.workers.blocks import Blocks, Where
-from asynctrt.workers.layout import SYMBOLS, BlockArrays, GroupLayout, Layouts, Placed
+from asynctrt.workers.layout import LAUNCHED, SYMBOLS, BlockArrays, GroupLayout, Layouts, Placed
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import (
     MESSAGE_NBYTES_MAX,
@@ -131,7 +131,7 @@ class Work:
         self.id = id_
         self.where = where
         self.layout = layout
-        self.word = where.block // 8 + layout.launched(where.start)
+        self.word = where.block // 8 + LAUNCHED
         """The index of the word in the front's memory that shows its progress."""
         self.is_over = False
         """Whether it was computed, has failed or was cancelled. Its answer may not have been sent yet."""
@@ -265,10 +265,10 @@ class FrontSession:
         """Handle the entries in the ring; then sleep, or let the loop run before looking again."""
         if self._is_closed:
             return
-        for kind, _, number, id_, time_ns, block, rows, start, capacity, pages in self._receiver.take():
+        for kind, _, number, id_, time_ns, block, rows, pages, _, _ in self._receiver.take():
             try:
                 if kind == SUBMIT:
-                    self._submit(id_, Where(block, rows, start, capacity or None, pages), number, time_ns)
+                    self._submit(id_, Where(block, rows, pages), number, time_ns)
                 elif kind == Kind.CANCEL:
                     self._cancel(id_)
                 else:
@@ -279,7 +279,7 @@ class FrontSession:
             self._loop.call_soon(self._look)
 
     def _submit(self, id_: int, where: Where, priority: int, deadline_ns: int) -> None:
-        block, rows, start, capacity, _ = where
+        block, rows, _ = where
         sizes: tuple[int, ...] = ()
         if self._layouts.symbols:
             first = block // 8 + SYMBOLS
@@ -289,7 +289,7 @@ class FrontSession:
         timeout_ns = None
         if deadline_ns != NO_DEADLINE_NS:
             timeout_ns = max(deadline_ns - clock.now_ns(), 0)
-        arrays = work.arrays = layout.arrays(self._memory, block, rows, start, capacity)
+        arrays = work.arrays = layout.arrays(self._memory, block, rows)
         try:
             checked = arrays.checked
             if checked is None:
@@ -443,10 +443,9 @@ class FrontSession:
                 "cause": "" if cause is None else bounded(_traceback_of(cause), TEXT_MAX),
             }
         ).encode()
-        block, rows, start, capacity, _ = work.where
-        offset, room = work.layout.room_for_text(rows, start, capacity)
+        offset, room = work.layout.room_for_text(work.where.rows)
         if len(text) <= room:
-            start = block + offset
+            start = work.where.block + offset
             self._memory.buffer[start : start + len(text)] = text
             work.on_answer()
             del self._works[work.id]

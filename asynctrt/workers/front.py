@@ -32,7 +32,7 @@ from asynctrt.errors import (
     QueueFullError,
     copy_for,
 )
-from asynctrt.options import BATCH_NBYTES_MAX, Options
+from asynctrt.options import Options
 from asynctrt.runtime.answers import deadline_error
 from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.jobs import Copiers
@@ -44,16 +44,18 @@ from asynctrt.tensors import Array, BatchRecord, InferResult, restore_axes
 from asynctrt.workers.groups import PIECES, RequestGroup, formed
 from asynctrt.workers.layout import Layouts, Placed
 from asynctrt.workers.link import Link
-from asynctrt.workers.memory import Heap, SharedMemory
+from asynctrt.workers.memory import KEPT_NBYTES, Heap, SharedMemory
 from asynctrt.workers.messages import Description, Kind
 from asynctrt.workers.pace import Pace
-from asynctrt.workers.slabs import Slabs
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """Groups with more bytes than this are copied in and out by threads, as in-process batches are."""
 
 DEATHS_MAX: Final = 2
 """A group that was in a batch when this many workers died is suspected, and tried apart from the others."""
+
+GROUP_NBYTES_MAX: Final = KEPT_NBYTES // 4
+"""Requests with more bytes than this travel in several groups, so that the heap keeps the pages of some."""
 
 EXPIRY_S: Final = 0.02
 """How often the deadlines of held groups are checked."""
@@ -119,7 +121,6 @@ class Dispatcher:
         self._moved = tuple(spec for spec in description.outputs if spec.axis != 0)
         self._memory = memory
         self._heap = heap
-        self._slabs = Slabs(heap, memory, rows_max=self._rows_max, nbytes_max=BATCH_NBYTES_MAX)
         self.links = links
         self._refusing: AsynctrtError | None = None
         self._closed: EngineClosedError | None = None
@@ -317,7 +318,7 @@ class Dispatcher:
         for (key, _, _), requests in kinds.items():
             layout = self._layouts.of_sizes(tuple([size for _, size in key.shape]))  # type: ignore[attr-defined]
             parts = self._pace.parts(sum([request.rows for request in requests]))
-            rows_max = self._slabs.capacity(layout) if layout.is_large else self._rows_max
+            rows_max = max(min(self._rows_max, GROUP_NBYTES_MAX // max(layout.row_nbytes, 1)), 1)
             pieces = 1 if layout.is_large and self._description.is_unified else PIECES
             for part in formed(requests, rows_max, alone=alone, parts=parts, pieces=pieces):
                 self._begin(RequestGroup(part, layout))
@@ -326,7 +327,7 @@ class Dispatcher:
     def _begin(self, group: RequestGroup) -> None:
         """Copy a group's rows into shared memory, here or in threads, and then send it."""
         try:
-            group.allocate(self._heap, self._memory, self._slabs)
+            group.allocate(self._heap, self._memory)
         except MemoryError as error:
             self._fail_all(group.requests, QueueFullError(f"{error}. Retry later, or send less"))
             self.tell_if_idle()
@@ -567,8 +568,7 @@ class Dispatcher:
             assert group.large is not None
             start = group.large[0]
         else:
-            room = group.layout.room_for_text(group.rows, group.start, group.capacity)
-            start = group.block + room[0]
+            start = group.block + group.layout.room_for_text(group.rows)[0]
         told = json.loads(self._memory.buffer[start : start + nbytes])
         kind = getattr(errors, told["kind"], None)
         if not (isinstance(kind, type) and issubclass(kind, AsynctrtError)):

@@ -12,9 +12,8 @@ from asynctrt.runtime.spans import parts_of, rows_between, spans_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import QUEUED, Request
 from asynctrt.tensors import Array, copy_rows, gather, pins
-from asynctrt.workers.layout import SYMBOLS, BlockArrays, GroupLayout
+from asynctrt.workers.layout import LAUNCHED, SYMBOLS, BlockArrays, GroupLayout
 from asynctrt.workers.memory import Heap, SharedMemory
-from asynctrt.workers.slabs import SharedSlab, Slabs
 
 PIECES: Final = 4
 """A group smaller than a batch has at most this fraction of one."""
@@ -23,15 +22,12 @@ PIECES: Final = 4
 class RequestGroup:
     """Requests of one tick that may share a batch, one after the other in the arrays of one block.
 
-    Groups of large rows share a block, called a slab.
-
     The worker's engine treats a group as a single request, so that per-request costs are paid once for all.
     The inputs stay in the block until the group is answered, so that it can be given to another worker.
     """
 
     __slots__ = (
         "block",
-        "capacity",
         "deadline_ns",
         "deaths",
         "generation",
@@ -47,9 +43,7 @@ class RequestGroup:
         "requests",
         "rows",
         "sent_ns",
-        "slab",
         "sources",
-        "start",
     )
 
     def __init__(self, requests: list[Request], layout: GroupLayout) -> None:
@@ -62,12 +56,6 @@ class RequestGroup:
         self.layout = layout
         self.nbytes = layout.nbytes(self.rows)
         self.block = -1
-        self.slab: SharedSlab | None = None
-        """The slab, if the group shares its block."""
-        self.start = 0
-        """Its first row in the block."""
-        self.capacity: int | None = None
-        """The rows of the block, if it shares it."""
         self.generation = 0
         """The generation of its block's pages, from :meth:`Heap.generation`."""
         self.sources: Sequence[Any] | None = None
@@ -89,32 +77,22 @@ class RequestGroup:
     def __repr__(self) -> str:
         return f"<Group {self.number} requests={len(self.requests)} rows={self.rows} deaths={self.deaths}>"
 
-    def allocate(self, heap: Heap, memory: SharedMemory, slabs: Slabs | None = None) -> None:
-        """Allocate a block, or rows of a shared one.
+    def allocate(self, heap: Heap, memory: SharedMemory) -> None:
+        """Allocate a block.
 
-        :param slabs: the slabs that large rows are allocated from.
         :raises MemoryError: if there is no room.
         """
-        if slabs is not None and self.layout.is_large:
-            self.slab, self.start = slabs.take(self.layout, self.rows)
-            self.block, self.capacity = self.slab.block, self.slab.capacity
-            self.generation = self.slab.generation
-            return
         self.block = heap.allocate(self.nbytes)
         self.generation = heap.generation(self.block)
-        word = self.block // 8
-        memory.words[word + self.layout.launched()] = 0
-        for at, size in enumerate(self.layout.symbols, start=word + SYMBOLS):
+        memory.words[self.launched] = 0
+        for at, size in enumerate(self.layout.symbols, start=self.block // 8 + SYMBOLS):
             memory.words[at] = size
 
     def free(self, heap: Heap) -> None:
         """Give its blocks back. Idempotent."""
-        if self.slab is not None:
-            self.slab.give_back()
-        elif self.block >= 0:
+        if self.block >= 0:
             heap.free(self.block, self.nbytes)
-        self.slab, self.block, self.start, self.capacity = None, -1, 0, None
-        self.sources = None
+        self.block, self.sources = -1, None
         if self.large is not None:
             heap.free(*self.large)
             self.large = None
@@ -122,11 +100,11 @@ class RequestGroup:
     @property
     def launched(self) -> int:
         """The index of the word of shared memory that says whether it was launched."""
-        return self.block // 8 + self.layout.launched(self.start)
+        return self.block // 8 + LAUNCHED
 
     def arrays(self, memory: SharedMemory) -> BlockArrays:
         """Return its inputs and outputs."""
-        return self.layout.arrays(memory, self.block, self.rows, self.start, self.capacity)
+        return self.layout.arrays(memory, self.block, self.rows)
 
     def write(self, memory: SharedMemory, payloads: Sequence[Any]) -> list[tuple[Request, InputError]]:
         """Copy rows into the block.

@@ -1,8 +1,4 @@
-"""The layout of a group's arrays in its block of shared memory. Front and worker compute it independently.
-
-A block holds one group, except with large rows: then it holds groups of one shape, one after the other, and
-each group has some of the block's rows, beginning at its ``start``.
-"""
+"""The layout of a group's arrays in its block of shared memory. Front and worker compute it independently."""
 
 import hashlib
 import json
@@ -31,8 +27,8 @@ LARGE_ALIGNMENT: Final = 256
 """The alignment of arrays of large rows, as devices require it: models may be bound to them."""
 
 ARRAYS_KEPT: Final = 512
-"""The maximum number of blocks of small rows whose arrays are kept, by offset and number of rows. The heap
-reuses the same blocks again and again, and making the arrays takes longer than copying the rows."""
+"""The maximum number of blocks whose arrays are kept, by offset and number of rows. The heap
+reuses the same blocks again and again, and making the arrays takes longer than copying small rows."""
 
 LENGTH: Final = struct.Struct("<Q")
 
@@ -91,46 +87,28 @@ class GroupLayout:
         self.row_nbytes = sum(self._row_nbytes)
         """Bytes of one row over all inputs and outputs."""
         self.is_large = sum(self._row_nbytes[: len(self._inputs)]) >= LARGE_ROW_NBYTES_MIN
-        """Whether groups share blocks, from which batches may run in place."""
+        """Whether batches may run on the rows in place."""
         text = repr((self._inputs, self._outputs, self.has_outputs)).encode()
         self._mark = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) | ANSWERED
         # By number of rows: the offset of each array, and the end of the block.
         self._offsets: dict[int, tuple[tuple[int, ...], int]] = {}
 
-    def nbytes(self, capacity: int) -> int:
-        """Return the bytes of a block of ``capacity`` rows."""
-        return self._at(capacity)[1]
-
-    def launched(self, start: int = 0) -> int:
-        """Return the index of the word that says whether the group starting at this row was launched."""
-        return LAUNCHED if not start else len(self.symbols) + start
+    def nbytes(self, rows: int) -> int:
+        """Return the bytes of a block of ``rows`` rows."""
+        return self._at(rows)[1]
 
     def stamp(self, number: int) -> int:
         """Return the stamp of a block with the answer to the group of this number in this layout."""
         return self._mark ^ number
 
-    def room_for_text(self, rows: int, start: int = 0, capacity: int | None = None) -> tuple[int, int]:
-        """Return the (offset, bytes) of the outputs in the block, where an error may be written instead.
-
-        :param capacity: the rows of the whole block, if the group shares it.
-        """
-        count = len(self._inputs)
-        if capacity is not None:
-            nbytes = self._row_nbytes[count] if self._outputs else 0
-            return self.offsets(rows, start, capacity)[count] if nbytes else 0, rows * nbytes
+    def room_for_text(self, rows: int) -> tuple[int, int]:
+        """Return the (offset, bytes) of the outputs in the block, where an error may be written instead."""
         offsets, end = self._at(rows)
-        first = offsets[count] if self._outputs else end
+        first = offsets[len(self._inputs)] if self._outputs else end
         return first, end - first
 
-    def arrays(
-        self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
-    ) -> BlockArrays:
-        """Return the inputs and outputs in a block, each ``(rows, *dims)``.
-
-        They are kept if the group does not share its block.
-        """
-        if capacity is not None:
-            return self._over(memory, block, rows, self.offsets(rows, start, capacity))
+    def arrays(self, memory: SharedMemory, block: int, rows: int) -> BlockArrays:
+        """Return the inputs and outputs in a block, each ``(rows, *dims)``."""
         known = self._known.get((block, rows))
         if known is None or known.layout is not self or known.memory is not memory:
             if len(self._known) >= ARRAYS_KEPT:
@@ -148,22 +126,16 @@ class GroupLayout:
         count = len(self._inputs)
         return BlockArrays(self, memory, dict(made[:count]), dict(made[count:]))
 
-    def offsets(self, rows: int, start: int = 0, capacity: int | None = None) -> tuple[int, ...]:
-        """Return the offset in the block of a group's rows: for each input, then for each output."""
-        if capacity is None:
-            return self._at(rows)[0]
-        offsets = self._at(capacity)[0]
-        return tuple(
-            [offset + start * nbytes for offset, nbytes in zip(offsets, self._row_nbytes, strict=True)]
-        )
+    def input_offsets(self, rows: int) -> tuple[int, ...]:
+        """Return the offset in the block of each input."""
+        return self._at(rows)[0][: len(self._inputs)]
 
     def _at(self, rows: int) -> tuple[tuple[int, ...], int]:
         known = self._offsets.get(rows)
         if known is None:
-            # Models may be bound to large rows in place, and each group in the block has its own word.
+            # Models may be bound to large rows in place.
             to = LARGE_ALIGNMENT if self.is_large else ALIGNMENT
-            words = SYMBOLS + len(self.symbols) + (rows - 1 if self.is_large else 0)
-            offsets, end = [], align(8 * words, to)
+            offsets, end = [], align(8 * (SYMBOLS + len(self.symbols)), to)
             for nbytes in self._row_nbytes:
                 offsets.append(end)
                 end = align(end + rows * nbytes, to)

@@ -227,7 +227,7 @@ class Link:
         self.groups[group.number] = group
         self.rows += group.rows
         deadline_ns = group.deadline_ns
-        where = group.block, group.rows, group.start, group.capacity or 0, group.generation
+        where = group.block, group.rows, group.generation, 0, 0
         self._sender.put(Kind.SUBMIT, 0, group.priority, group.number, deadline_ns, *where)
         self._unpublished = True
 

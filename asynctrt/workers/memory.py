@@ -99,8 +99,8 @@ class SharedMemory:
 class Heap:
     """An allocator of blocks in shared memory, used by one process.
 
-    Sizes are rounded up to four steps per power of two, and a freed block is reused for its size. So both
-    calls take constant time, however many blocks there are, and at most a quarter is wasted.
+    Sizes are rounded up to powers of two, and a freed block is reused for its size. So both calls take
+    constant time, however many blocks there are. The rest of a block has no pages unless rows reach there.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -184,6 +184,5 @@ class Heap:
 
 
 def rounded(nbytes: int) -> int:
-    """Round a size up to one of four steps per power of two."""
-    nbytes = max(nbytes, BLOCK_NBYTES_MIN)
-    return align(nbytes, max(1 << (nbytes - 1).bit_length() - 3, BLOCK_NBYTES_MIN))
+    """Round a size up to a power of two."""
+    return 1 << (max(nbytes, BLOCK_NBYTES_MIN) - 1).bit_length()

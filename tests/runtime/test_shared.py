@@ -38,8 +38,8 @@ def memory():
 
 def block_at(memory, begin, *, is_pinned=False):
     """A block of 8 rows, each of which has its number."""
-    block = SharedBlock(memory, (begin, begin + CAPACITY * 256), CAPACITY)
-    for spec, offset in zip(SPECS, block.offsets, strict=True):
+    block = SharedBlock(memory, begin, 2 * CAPACITY * 256, None)
+    for spec, offset in zip(SPECS, offsets_in(block, 0), strict=True):
         view = memory.array(spec.dtype, (CAPACITY, *spec.dims), offset)
         view[...] = begin + np.arange(CAPACITY)[:, None]
     if is_pinned:
@@ -47,13 +47,18 @@ def block_at(memory, begin, *, is_pinned=False):
     return block
 
 
+def offsets_in(block, start):
+    return block.start + 256 * start, block.start + 256 * (CAPACITY + start)
+
+
 def request_at(block, start, count):
+    offsets = offsets_in(block, start)
     arrays = [
-        block.buffer.array(spec.dtype, (CAPACITY, *spec.dims), offset)[start : start + count]
-        for spec, offset in zip(SPECS, block.offsets, strict=True)
+        block.buffer.array(spec.dtype, (count, *spec.dims), offset)
+        for spec, offset in zip(SPECS, offsets, strict=True)
     ]
     request = make_request(*arrays)
-    request.payload = SharedRows.at(block, start, arrays, ENDED.append)
+    request.payload = SharedRows.at(block, offsets, arrays, ENDED.append)
     return request
 
 
@@ -63,7 +68,7 @@ def slab_on(device):
 
 
 def numbers(block, start, count):
-    return list(range(block.offsets[0] + start, block.offsets[0] + start + count))
+    return list(range(block.start + start, block.start + start + count))
 
 
 @pytest.mark.parametrize("start", [0, 3])
@@ -75,7 +80,7 @@ def test_a_request_that_is_a_batch_runs_where_it_lies(memory, start):
     assert source.inputs is not slab
     for view in source.inputs.inputs:
         assert view[:2, 0].tolist() == numbers(block, start, 2)
-    assert source.inputs.inputs[0].ctypes.data == memory.address + block.offsets[0] + 256 * start
+    assert source.inputs.inputs[0].ctypes.data == memory.address + block.start + 256 * start
     again = SharedSource(make_batch(request_at(block, start, 2)), slab, is_captured=False)
     assert again.inputs is source.inputs
 

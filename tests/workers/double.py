@@ -8,7 +8,7 @@ import numpy as np
 
 import asynctrt
 from asynctrt._util import clock
-from asynctrt.workers.layout import SYMBOLS, Layouts
+from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layouts
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import Attach, Attached, Close, Description, Kind, Ready
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
@@ -75,16 +75,15 @@ class Worker:
             return
         self.receiver.wake()
         done, stamps = [], {}
-        for kind, _, _, number, _, block, rows, start, capacity, _ in self.receiver.take():
+        for kind, _, _, number, _, block, rows, *_ in self.receiver.take():
             if kind != Kind.SUBMIT:
                 continue
             first = block // 8 + SYMBOLS
             layout = self.layouts.of_sizes(tuple(self.memory.words[first : first + self.layouts.symbols]))
-            word = block // 8 + layout.launched(start)
+            word = block // 8 + LAUNCHED
             self.memory.words[word], stamps[word] = 1, layout.stamp(number)
-            where = self.memory, block, rows, start, capacity or None
-            (given,) = layout.arrays(*where).inputs.values()
-            (asked,) = layout.arrays(*where).outputs.values()
+            arrays = layout.arrays(self.memory, block, rows)
+            (given,), (asked,) = arrays.inputs.values(), arrays.outputs.values()
             np.multiply(given, 2, out=asked)
             self.workers.runs += 1
             done.append((number, rows, SEGFAULT in given, HANG in given))

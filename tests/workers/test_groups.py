@@ -12,7 +12,6 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.workers.groups import PIECES, RequestGroup, formed
 from asynctrt.workers.layout import LAUNCHED, Layouts
 from asynctrt.workers.memory import Heap, SharedMemory
-from asynctrt.workers.slabs import Slabs
 
 SPEC = (TensorSpec("x", "float32", (2,)),)
 LAYOUT = Layouts(SPEC, SPEC).of_sizes(())
@@ -137,17 +136,16 @@ def test_rows_that_cannot_be_copied_are_told_apart(memory):
     assert (view[2] == 1).all()
 
 
-def test_a_group_with_a_block_of_its_own_says_which_pages_that_has(monkeypatch):
+def test_a_group_says_which_pages_its_block_has(monkeypatch):
     """A worker that knows the block would copy from the pages that it had before."""
     monkeypatch.setattr("asynctrt.workers.memory.KEPT_NBYTES", 0)
     spec = (TensorSpec("x", "uint8", (1 << 20,)),)
     memory = SharedMemory.create(8 << 20)
     heap = Heap(memory)
-    slabs = Slabs(heap, memory, rows_max=1, nbytes_max=1 << 30)
     group = RequestGroup([request()], Layouts(spec, spec).of_sizes(()))
     seen = []
-    for where in (slabs, None):
-        group.allocate(heap, memory, where)
+    for _ in range(2):
+        group.allocate(heap, memory)
         seen.append((group.block, group.generation))
         group.free(heap)
     assert seen[0][0] == seen[1][0]

@@ -21,9 +21,9 @@ def memory():
 
 
 @given(st.integers(0, 1 << 40))
-def test_sizes_are_rounded_up_by_at_most_a_quarter(nbytes):
+def test_sizes_are_rounded_up_to_powers_of_two(nbytes):
     size = rounded(nbytes)
-    assert nbytes <= size <= max(nbytes * 5 // 4, nbytes + 256)
+    assert nbytes <= size <= max(2 * nbytes, 256)
     assert rounded(size) == size
 
 
@@ -99,6 +99,29 @@ def test_a_block_that_is_used_again_and_again_keeps_its_pages_whatever_else_is_f
         memory.buffer[offset] += 1
         heap.free(offset, sizes[0])
     assert memory.buffer[offset] == 3
+    memory.close()
+
+
+def test_a_block_with_other_pages_has_another_generation(monkeypatch):
+    # A limit that is reached with few pages.
+    kept_nbytes = 16 << 20
+    monkeypatch.setattr("asynctrt.workers.memory.KEPT_NBYTES", kept_nbytes)
+    memory = SharedMemory.create(2 * kept_nbytes)
+    heap = Heap(memory)
+    nbytes = kept_nbytes // 2
+    offsets = [heap.allocate(nbytes) for _ in range(3)]
+    before = [heap.generation(offset) for offset in offsets]
+    for offset in offsets:
+        np.ndarray(nbytes, np.uint8, memory.buffer, offset)[::4096] = 7
+    for offset in offsets:
+        heap.free(offset, nbytes)
+    gone = [memory.buffer[offset] == 0 for offset in offsets]
+    assert gone == [True, False, False]
+    after = [heap.generation(offset) for offset in offsets]
+    assert [one != other for one, other in zip(before, after, strict=True)] == gone
+    # All begins anew, with blocks that have pages of several others.
+    assert heap.allocate(2 * kept_nbytes - kept_nbytes // 8) == 0
+    assert heap.generation(0) not in {*before, *after}
     memory.close()
 
 

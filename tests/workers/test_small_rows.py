@@ -15,15 +15,16 @@ from tests.workers.models import RAISE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
 DIM = 1 << 13
-ROWS = 100  # Two such groups are more than a loop stages by itself, and one is not more than a front copies.
+ROWS = 100
 
 
 def rows(first):
     return np.full((ROWS, DIM), first, np.float32)
 
 
-async def test_a_row_that_fails_is_in_no_batch_that_was_launched_before_it_came():
+async def test_a_row_that_fails_is_in_no_batch_that_was_launched_before_it_came(monkeypatch):
     """Its block would be that of a caller who left, whose rows a thread has yet to gather."""
+    monkeypatch.setattr("asynctrt.runtime.driver.GATHER_ON_LOOP_NBYTES_MAX", ROWS * DIM)  # Threads gather.
     launched = []
 
     def compute(inputs):
