@@ -320,5 +320,5 @@ class WorkerState:
     groups: int
     """The number of request groups that it holds now."""
     spare: str
-    """The state of the worker that would replace it: ``starting``, ``ready``, or ``failed`` if too many died
-    to start another. Empty without ``isolation="spare"``, and in a server's front, whose parent has it."""
+    """The state of the worker that would replace it: ``starting`` or ``ready``. Empty without
+    ``isolation="spare"``, and in a server's front, whose parent has it."""

@@ -201,8 +201,9 @@ class SharedSource(RowSource):
         runs: list[tuple[int, int]] = []
         for rows, span, address in zip(self._rows, spans, self._addresses, strict=True):
             nbytes = (span.stop - span.start) * row_nbytes
-            is_pinned = address is not None
-            start = address + rows.offsets[index] if is_pinned else staged + span.start * row_nbytes
+            start = staged + span.start * row_nbytes
+            if address is not None:
+                start = address + rows.offsets[index]
             if runs and sum(runs[-1]) == start:
                 start, nbytes = runs[-1][0], runs[-1][1] + nbytes
                 runs.pop()

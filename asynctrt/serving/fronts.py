@@ -31,13 +31,12 @@ from asynctrt.serving.systemd import notify_ready
 from asynctrt.workers.messages import Beat, Failed, Stop, To
 from asynctrt.workers.pool import WorkerPool
 from asynctrt.workers.process import ChildProcess
+from asynctrt.workers.spares import pause_s
 
-PAUSE_S: Final = 0.2
-"""The delay before restarting a front that died soon; it doubles each time. A front that has served for a
-while is restarted at once."""
 PAUSE_S_MAX: Final = 5.0
+"""The maximum delay before restarting a front that died soon."""
 SOON_NS: Final = 2_000_000_000
-"""A front that has served for longer did not die of a failed start."""
+"""A front that has served for longer did not die of a failed start, and is restarted at once."""
 GRACE_S: Final = 5.0
 """How long a front may take to return its metrics, to run its event loop again, and to stop after its
 drain_timeout."""
@@ -189,17 +188,19 @@ class Front:
         """Whether one of its models can no longer run."""
         self.is_leaving = False
         """Whether it is stopping so that another process can replace it."""
-        self.pause_s = 0.0
+        self.failures = 0
+        """How often in a row it died soon."""
         self.error: Exception | None = None
         self.is_to_reload = False
         """Whether SIGHUP came before the front was ready to handle it."""
 
-    def died(self, now_ns: int) -> None:
-        """Choose the delay before its next process."""
+    def died(self, now_ns: int) -> float:
+        """Return the delay before its next process."""
         self.silent_ns, self.has_beaten, self.is_lost, self.is_leaving = 0, False, False, False
         has_served = self.ready_ns is not None and now_ns - self.ready_ns > SOON_NS
-        self.pause_s = 0.0 if has_served else min(max(2 * self.pause_s, PAUSE_S), PAUSE_S_MAX)
+        self.failures = 1 if has_served else self.failures + 1
         self.ready_ns = None
+        return min(pause_s(self.failures), PAUSE_S_MAX)
 
 
 class Fronts:
@@ -348,19 +349,18 @@ class Fronts:
             front.error = front.error or UsageError(f"a front {how} before it could serve: see its messages")
             return
         logger.error("front %d %s; another one takes its place", front.number, how)
-        front.died(clock.now_ns())
-        task = self._loop.create_task(self._start_again(front))
+        task = self._loop.create_task(self._start_again(front, front.died(clock.now_ns())))
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
-    async def _start_again(self, front: Front) -> None:
+    async def _start_again(self, front: Front, delay_s: float) -> None:
         while True:
-            await asyncio.sleep(front.pause_s)
+            await asyncio.sleep(delay_s)
             try:
                 await self._start(front)
             except (OSError, UsageError) as error:
                 # The system is out of processes or file descriptors now; that may pass.
-                front.pause_s = PAUSE_S_MAX
+                delay_s = PAUSE_S_MAX
                 logger.error("front %d: %s; it is tried again", front.number, error)  # noqa: TRY400
             else:
                 return

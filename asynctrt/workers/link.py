@@ -14,7 +14,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt._util import clock
 from asynctrt._util.forks import in_child
@@ -37,9 +37,12 @@ from asynctrt.workers.messages import (
 )
 from asynctrt.workers.original import Original
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
-from asynctrt.workers.spares import Spares
+from asynctrt.workers.spares import Spares, pause_s
 from asynctrt.workers.spawn import OwnWorkers, WorkerHandle
 from asynctrt.workers.trials import Trials
+
+if TYPE_CHECKING:
+    from asynctrt.workers.front import Dispatcher
 
 GROUPS_MAX: Final = 8192
 """The maximum number of groups of one worker; the front holds the rest."""
@@ -47,21 +50,8 @@ GROUPS_MAX: Final = 8192
 CAPACITY: Final = 4 * GROUPS_MAX
 """Entries of a ring: for each group at most SUBMIT, CANCEL and FETCH, or LARGE and an answer."""
 
-VAIN_DEATHS_MAX: Final = 12
-"""The maximum number of workers in a row that die without an answer in between and without a request in a
-batch. Then no request is to blame, but the model or the device."""
-
 FAILED_STARTS_MAX: Final = 5
 """The maximum number of workers in a row that fail to open the engine while callers wait."""
-
-PAUSE_S: Final = 0.1
-"""The pause after the second failed start; it doubles with each further one."""
-
-RETRY_S: Final = 1.0
-"""The pause before a lost engine is started again. It doubles each time until a worker has answered."""
-
-RETRY_S_MAX: Final = 300.0
-"""The maximum of that pause, so that a model which was mended is found within minutes."""
 
 LOOK_S: Final = 0.5
 """How often a link looks at its worker's heartbeat."""
@@ -75,37 +65,6 @@ KILL_S: Final = 5.0
 logger = logging.getLogger("asynctrt")
 
 
-class LinkOwner(Protocol):
-    """The part of the front that a link uses."""
-
-    def answered(self, link: "Link", group: RequestGroup, fields: tuple[int, ...]) -> None:
-        """Answer the requests of a group."""
-
-    def room_for(self, group: RequestGroup, nbytes: int) -> int | None:
-        """Return a block for an answer that does not fit into the group's own."""
-
-    def returned(self, groups: list[RequestGroup], how: str) -> list[list[RequestGroup]]:
-        """Take groups back from a worker that died; return the suspects of each group, one by one."""
-
-    def hold(self, groups: list[RequestGroup]) -> None:
-        """Take back groups that may go to any link."""
-
-    def poisoned(self, group: RequestGroup, how: str) -> None:
-        """Fail the request that ends workers."""
-
-    def send_held(self) -> None:
-        """Give held groups to links."""
-
-    def tell_if_idle(self) -> None:
-        """Notify the waiters for idleness if every request is answered."""
-
-    def link_lost(self) -> None:
-        """Continue with the other links, if there are any."""
-
-    def link_found(self) -> None:
-        """Accept requests again, if they were refused."""
-
-
 class Candidate:
     """A worker process from its start on, which becomes the link's worker when it is ready and needed."""
 
@@ -115,10 +74,8 @@ class Candidate:
         """The engine that it opens."""
         self.description: Description | None = None
         self.counts: Statistics | None = None
-        self.ready_ns: int | None = None
-        self.is_refused = False
-        """Whether the front cannot use it although it has opened the engine: they cannot share memory, or the
-        engine is a different one."""
+        self.is_attached = False
+        """Whether it shares the front's memory."""
         self.is_hopeless = False
         """Whether the next one would fail in the same way, or callers have waited long enough."""
         self.started_ns = 0
@@ -151,7 +108,7 @@ class Link:
         self._options = want.options
         self._memory = memory
         self._spawner = spawner
-        self.owner: LinkOwner | None = None
+        self.owner: Dispatcher | None = None
         self.state = "starting"
         """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
         self.lost: DeviceLostError | None = None
@@ -170,9 +127,7 @@ class Link:
         self._unpublished = False
         self._trials = Trials()
         self._failed_starts = 0
-        self._vain_deaths = 0
         self._original = original
-        self._retry_s = 0.0  # The next pause before a lost engine is tried again, if it was lost before.
         self.deaths = 0
         """Workers that died."""
         self._look: asyncio.TimerHandle | None = None
@@ -206,8 +161,6 @@ class Link:
         """The state of its spare: ``starting``, ``ready``, ``failed``, or ``""`` if the link manages none."""
         if self._options.isolation != "spare" or self._spawner.is_shared:
             return ""
-        if self._spares.is_given_up:
-            return "failed"
         spare = self._spare
         return "starting" if spare is None or spare.description is None else "ready"
 
@@ -350,8 +303,7 @@ class Link:
         if isinstance(message, Ready):
             candidate.description = message.description
             candidate.counts = message.statistics
-            candidate.ready_ns = clock.now_ns()
-            opening_s = (candidate.ready_ns - candidate.started_ns) / 1e9
+            opening_s = (clock.now_ns() - candidate.started_ns) / 1e9
             why_not = self._original.why_not(message.description, opening_s)
             if why_not:
                 candidate.is_hopeless = True
@@ -411,14 +363,13 @@ class Link:
         if error:
             self._refuse(candidate, DeviceUnavailableError(f"the worker {error}"))
             return
-        self._failed_starts = 0
+        candidate.is_attached, self._failed_starts = True, 0
         if not self.first.done():
             self.first.set_result(candidate.description)
 
     def _refuse(self, candidate: Candidate, why: AsynctrtError) -> None:
-        """Give up a worker that this front cannot use."""
-        candidate.is_refused = True
-        candidate.error = why
+        """Give up a worker that this front cannot use, as one that could not open the engine."""
+        candidate.description, candidate.error = None, why
         self._give_up(candidate)
 
     def _have_spare(self) -> None:
@@ -450,31 +401,28 @@ class Link:
         if candidate is self._spare:
             self._spare = None
             if self.state in ("open", "restarting"):
-                self._spares.died(candidate.ready_ns, how)
+                self._spares.died(how)
         elif candidate is self._worker and self.state != "closed":
             self._worker_died(candidate, how)
 
     def _worker_died(self, candidate: Candidate, how: str) -> None:
         """Take back the worker's groups, and replace it unless that is hopeless."""
-        if candidate.description is None or candidate.is_refused:
-            self._failed_starts += 1
-        else:
+        if candidate.is_attached:
             self.deaths += 1
-            self._vain_deaths += 1
             self._look_at_answers()  # Answers from before its death count.
-            if any(self._memory.words[group.launched] for group in self.groups.values()):
-                self._vain_deaths = 0  # One of these is to blame, and trials will find it.
+        else:
+            self._failed_starts += 1
         self._give_back(how)
         self._detach()
         self._keep_counts(candidate)
         # A worker that was ready has opened the engine: other fronts of the server may have ended it.
-        if not self.first.done() and (candidate.description is None or candidate.is_refused):
+        if not self.first.done() and candidate.description is None:
             self.first.set_exception(_opening_error(candidate, how))
             self.state = "closed"
-            return
-        is_given_up = self._failed_starts >= FAILED_STARTS_MAX or self._vain_deaths >= VAIN_DEATHS_MAX
-        if is_given_up or candidate.is_hopeless or self.lost is not None:
+        elif candidate.is_hopeless or self.lost is not None:
             self._lose(how)
+        elif self._failed_starts >= FAILED_STARTS_MAX:
+            self._lose(f"{how}, as did the {self._failed_starts - 1} before it")
         else:
             self._replace(how)
 
@@ -485,8 +433,7 @@ class Link:
         self.state = "restarting"
         self._worker, self._spare = self._spare, None
         if self._worker is None:
-            pause_s = PAUSE_S * 2 ** (self._failed_starts - 2) if self._failed_starts > 1 else 0.0
-            self._worker = self._new_candidate(pause_s)
+            self._worker = self._new_candidate(pause_s(self._failed_starts))
             # In a shared worker, a request of another front could end it, and our suspect would be blamed.
             if self._spawner.is_shared and self._trials.are_waiting:
                 self._worker.want = replace(self.want, alone=True)
@@ -557,21 +504,16 @@ class Link:
 
     def _lose(self, how: str) -> None:
         """Fail waiting callers; if the engine was ever open, try again later."""
-        tries = max(self._failed_starts, self._vain_deaths)
-        pause_s = self._retry_s or RETRY_S
-        self._retry_s = min(2 * pause_s, RETRY_S_MAX)
-        before = f", as did the {tries - 1} before it, without an answer in between" if tries > 1 else ""
+        self._failed_starts = max(self._failed_starts, FAILED_STARTS_MAX)
+        pause = pause_s(self._failed_starts)
         what = "open the engine again"
         if self.first.done():
-            what = f"another one is tried in {pause_s:g} s, and then less and less often"
-        self.lost = DeviceLostError(
-            f"the worker on {self.device} {how}{before}. Fix the model or the device: {what}"
-        )
+            what = f"another one is tried in {pause:g} s, and then less and less often"
+        self.lost = DeviceLostError(f"the worker on {self.device} {how}. Fix the model or the device: {what}")
         logger.error("%s", self.lost)
         self.state = "lost"
-        self._failed_starts = self._vain_deaths = 0
         if self.first.done():
-            self._worker = self._new_candidate(pause_s)
+            self._worker = self._new_candidate(pause)
         else:
             self.first.set_exception(copy_for(self.lost))
         self._spares.cancel()
@@ -619,7 +561,6 @@ class Link:
             self.rows -= group.rows
             if group is self._trials.tried:
                 self._trials.tried = None
-            self._vain_deaths, self._retry_s = 0, 0.0
             self.owner.answered(self, group, fields)
 
     def _fetch(self, group: RequestGroup, nbytes: int) -> None:

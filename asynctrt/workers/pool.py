@@ -36,9 +36,6 @@ from asynctrt.workers.process import ChildProcess, start_worker
 from asynctrt.workers.spares import Spares
 
 CLOSED: Final = "was closed"
-KEPT_S: Final = 60.0
-"""How long a worker is kept after all of its fronts died. New fronts replace them and want it again, and
-opening a model may take much longer than starting a front."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -100,7 +97,6 @@ class Pooled:
         """Why it is about to end, if the worker or a front gave a reason. Its fronts know it already."""
         self.is_closing = False
         self.started_ns = 0
-        self.ready_ns: int | None = None
         self.spares: Spares | None = None
         """Its spares, once one has died; ``None`` before."""
 
@@ -117,8 +113,6 @@ class WorkerPool:
         # By engine: the original that all of its workers must match.
         self._originals: dict[bytes, Original] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # By engine: the timer that closes a worker or a spare without a front.
-        self._kept: dict[bytes, asyncio.TimerHandle] = {}
         self._changed = asyncio.Event()
         self._last_use = 0
         self._is_closed = False
@@ -131,7 +125,10 @@ class WorkerPool:
         self._members[number] = Member(number, outbox)
 
     def remove(self, number: int) -> None:
-        """Remove a front that is gone. Workers that it did not close are kept for the next front."""
+        """Remove a front that is gone, and keep the workers that it did not close for the front in its place.
+
+        Opening a model may take much longer than starting a front.
+        """
         member = self._members.pop(number)
         for use in list(member.uses.values()):
             self._leave(use, is_gone=True)
@@ -165,9 +162,6 @@ class WorkerPool:
     async def aclose(self, timeout_s: float) -> None:
         """Close all workers, by force after ``timeout_s``."""
         self._is_closed = True
-        for timer in self._kept.values():
-            timer.cancel()
-        self._kept.clear()
         for worker in self._all:
             self._close(worker)
         try:
@@ -192,8 +186,6 @@ class WorkerPool:
     def _want(self, member: Member, ticket: int, want: Want) -> None:
         key = pickle.dumps((want.model, want.device, want.options, want.place))
         worker = None if want.alone else self._shared.get(key)
-        if not want.alone:
-            self._keep_no_longer(key)
         if worker is None:
             worker = self._spares.pop(key, None)
             if worker is None:
@@ -268,14 +260,13 @@ class WorkerPool:
     def _opened(self, worker: Pooled, message: Ready) -> None:
         """Give an opened worker to the fronts that want it, unless it differs from the engine's first one."""
         assert worker.process is not None
-        now_ns = clock.now_ns()
-        opening_s = (now_ns - worker.started_ns) / 1e9
+        opening_s = (clock.now_ns() - worker.started_ns) / 1e9
         why_not = self._originals[worker.key].why_not(message.description, opening_s)
         if why_not:
             worker.process.kill()
             self._heard(worker, Failed(ModelError(why_not), is_hopeless=True))
             return
-        worker.ready, worker.ready_ns = message, now_ns
+        worker.ready = message
         for use in worker.uses.values():
             _tell_ready(use, message)
         self._have_spare(worker)
@@ -287,35 +278,13 @@ class WorkerPool:
             worker.process.kill()
 
     def _leave(self, use: Use, how: str = CLOSED, *, is_gone: bool = False) -> None:
-        """Detach a front from a worker. Close the worker after the last front, or keep it if that died."""
+        """Detach a front from a worker. Close the worker after the last front, or keep it if that is gone."""
         worker = use.worker
         del use.member.uses[use.ticket], worker.uses[use.number]
         if worker.process is not None and worker.ready is not None:
             worker.process.send(Detach(use.number))
         use.member.tell(Gone(use.ticket, how))
-        if not worker.uses and is_gone and not worker.is_alone:
-            self._keep(worker.key)
-        elif not worker.uses:
-            self._close(worker)
-
-    def _keep(self, key: bytes) -> None:
-        """Schedule closing an engine's worker and spare, unless a front wants them before."""
-        self._keep_no_longer(key)
-        if not self._is_closed:
-            self._kept[key] = self._loop.call_later(KEPT_S, self._let_go, key)
-
-    def _keep_no_longer(self, key: bytes) -> None:
-        timer = self._kept.pop(key, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _let_go(self, key: bytes) -> None:
-        """Close the worker and the spare of an engine, if no front uses them."""
-        del self._kept[key]
-        worker = self._shared.get(key)
-        if worker is None:
-            worker = self._spares.pop(key, None)
-        if worker is not None and not worker.uses:
+        if not worker.uses and (worker.is_alone or not is_gone):
             self._close(worker)
 
     def _close(self, worker: Pooled) -> None:
@@ -349,10 +318,7 @@ class WorkerPool:
             else:
                 logger.error("the worker on %s %s", worker.want.device, said)
         if self._shared.get(worker.key) is worker:
-            # The next front that wants a worker gets the spare, which is closed if all fronts die before.
-            del self._shared[worker.key]
-            if worker.key in self._spares:
-                self._keep(worker.key)
+            del self._shared[worker.key]  # The next front that wants a worker gets the spare.
         for use in worker.uses.values():
             del use.member.uses[use.ticket]
             use.member.tell(Gone(use.ticket, how))
@@ -360,13 +326,13 @@ class WorkerPool:
         self._changed.set()
 
     def _spare_died(self, spare: Pooled, how: str) -> None:
-        """Replace a spare that died, after a pause, unless too many have died."""
+        """Replace a spare that died, after a pause."""
         worker = self._shared.get(spare.key)
         if worker is None:
             return  # The worker has died as well; the next one will get a spare.
         if worker.spares is None:
             worker.spares = Spares(self._loop, worker.want.device, partial(self._start_spare, worker))
-        worker.spares.died(spare.ready_ns, how)
+        worker.spares.died(how)
 
 
 def _tell_ready(use: Use, ready: Ready) -> None:

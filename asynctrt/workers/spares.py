@@ -1,22 +1,22 @@
-"""The policy for spares that die: how soon to start another, and when to stop."""
+"""Pauses before processes that failed are started again; and the spare of a worker."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 from typing import Final
 
-from asynctrt._util import clock
-
-SPARES_MAX: Final = 6
-"""The maximum number of spares of one worker that die in a row: then they have no room, or cannot run."""
-
 PAUSE_S: Final = 0.1
-"""The pause after the first death; it doubles with each further one."""
+"""The pause after the second failure; it doubles with each further one."""
 
-LIVED_NS: Final = 10_000_000_000
-"""A spare that was ready for this long worked: its end says nothing about the next one."""
+PAUSE_S_MAX: Final = 300.0
+"""The maximum pause, so that what was mended is found within minutes."""
 
 logger = logging.getLogger("asynctrt")
+
+
+def pause_s(failures: int) -> float:
+    """Return the pause before the next start, after this many failures in a row: none after the first."""
+    return min(PAUSE_S * 2.0 ** min(failures - 2, 32), PAUSE_S_MAX) if failures > 1 else 0.0
 
 
 class Spares:
@@ -33,37 +33,21 @@ class Spares:
         self._due: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Spares deaths={self._deaths}{' given up' * self.is_given_up}>"
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether no further spare will be started."""
-        return self._deaths >= SPARES_MAX
+        return f"<Spares deaths={self._deaths}>"
 
     @property
     def is_due(self) -> bool:
         """Whether a spare will be started after a pause."""
         return self._due is not None
 
-    def died(self, ready_ns: int | None, how: str) -> None:
-        """Replace a spare that died, after a pause, unless too many have died.
-
-        :param ready_ns: when it became ready; ``None`` if it never did.
-        """
-        if ready_ns is not None and clock.now_ns() - ready_ns >= LIVED_NS:
-            self._deaths = 0
+    def died(self, how: str) -> None:
+        """Replace a spare that died, after a pause: there may be no memory for a second worker."""
         self._deaths += 1
-        if self.is_given_up:
-            logger.error(
-                "the spare worker on %s %s, as did the %d before it. No further one is started while the "
-                "worker itself lives: there may be no memory for a second one (isolation='spare')",
-                self._device,
-                how,
-                self._deaths - 1,
-            )
-            return
-        logger.warning("the spare worker on %s %s; another one takes its place", self._device, how)
-        self._due = self._loop.call_later(PAUSE_S * 2 ** (self._deaths - 1), self._start_now)
+        pause = pause_s(self._deaths)
+        logger.warning(
+            "the spare worker on %s %s; another one takes its place after %g s", self._device, how, pause
+        )
+        self._due = self._loop.call_later(pause, self._start_now)
 
     def cancel(self) -> None:
         """Cancel a pending start. Idempotent."""

@@ -67,13 +67,6 @@ class Process:
         self.told.append((why, 0))
 
 
-@pytest.fixture
-def kept_briefly(monkeypatch):
-    """Workers are not kept for long when all fronts have died."""
-    monkeypatch.setattr(pool_module, "KEPT_S", 0.001)
-
-
-@pytest.mark.usefixtures("kept_briefly")
 async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_of_others(monkeypatch):
     """Where the parent has none left, the kernel drops those that it was sent."""
     process, hears = Process(), []
@@ -109,7 +102,6 @@ async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_
         pool.remove(number)
         own.close()
         its.close()
-    await until(lambda: isinstance(process.told[-1][0], Close))  # Nobody has it any more.
 
 
 class Started:
@@ -187,11 +179,9 @@ async def test_a_worker_is_kept_for_fronts_that_take_the_places_of_all_that_died
     await started.say_ready(0, 1)
     for number in (0, 1):
         started.gone(number)
-    assert len(started.pool._kept) == 1
     for number in (0, 1):
         started.front(number)
         started.want(number, isolation="spare")
-    assert not started.pool._kept
     for _, its in started.ends.values():
         heard, _ = receive(its)
         assert isinstance(heard.message, Ready)
@@ -201,12 +191,10 @@ async def test_a_worker_is_kept_for_fronts_that_take_the_places_of_all_that_died
     assert started.closed() == [0, 1], "who closes an engine does not want it again"
     started.gone(0)
     started.gone(1)
-    assert not started.pool._kept
 
 
-@pytest.mark.usefixtures("kept_briefly")
 @pytest.mark.parametrize("dies", [False, True], ids=["worker and spare", "spare alone"])
-async def test_what_no_front_wants_again_is_closed(monkeypatch, dies):
+async def test_what_no_front_has_is_closed_with_the_pool(monkeypatch, dies):
     started = Started(monkeypatch)
     started.front(0)
     started.want(0, isolation="spare")
@@ -214,63 +202,31 @@ async def test_what_no_front_wants_again_is_closed(monkeypatch, dies):
     if dies:
         started.deaths[0]("ended by SIGKILL")
     started.gone(0)
-    await until(lambda: started.closed() == ([1] if dies else [0, 1]))
-    left = started.pool._shared, started.pool._spares, started.pool._kept
-    assert not any(left)
-
-
-async def test_nothing_is_kept_by_a_pool_that_is_closed(monkeypatch):
-    started = Started(monkeypatch)
-    started.front(0)
-    started.want(0)
-    await started.say_ready(0)
-    started.gone(0)
     assert started.closed() == []
     closing = asyncio.create_task(started.pool.aclose(WAIT_S))
-    await until(lambda: started.closed() == [0])
-    started.deaths[0]("ended with status 0")
+    left = [1] if dies else [0, 1]
+    await until(lambda: started.closed() == left)
+    for number in left:
+        started.deaths[number]("ended with status 0")
     await closing
-    assert not started.pool._kept
 
 
-async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, caplog):
+async def test_spares_that_die_are_replaced(monkeypatch):
     monkeypatch.setattr(spares, "PAUSE_S", 0.001)
-    started, hears, ends = [], [], []
-
-    async def start(_want, hear, died):
-        started.append(Process())
-        hears.append(hear)
-        ends.append(died)
-        return started[-1]
-
-    monkeypatch.setattr(pool_module, "start_worker", start)
-    pool = WorkerPool(asyncio.get_running_loop())
-    async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
-        one = engine.statistics()
-        described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
-    own, its = channel()
-    pool.add(0, Outbox(asyncio.get_running_loop(), own))
-    want = Want("kind", "host", asynctrt.Options(isolation="spare"), place="")
-    pool.hear(0, To(1, want), [])
-    await until(lambda: len(started) == 1)
-    hears[0](Ready(described, one))
-    for number in range(1, spares.SPARES_MAX + 1):
-        await until(lambda number=number: len(started) == 1 + number)
-        hears[-1](Ready(described, one))
-        ends[-1]("ended by SIGKILL")
-    assert "as did the 5 before it. No further one" in caplog.text
-    pool.hear(0, To(2, want), [])  # Whoever comes to the worker next is not the one to try it again.
-    (worker,) = pool._all
-    assert worker.spares.is_given_up
-    assert not worker.spares.is_due
-    ends[0]("ended by SIGSEGV")
-    pool.hear(0, To(3, want), [])
-    await until(lambda: len(started) == 2 + spares.SPARES_MAX)
-    hears[-1](Ready(described, one))
-    await until(lambda: len(started) == 3 + spares.SPARES_MAX)
-    pool.remove(0)
-    own.close()
-    its.close()
+    started = Started(monkeypatch)
+    started.front(0)
+    started.want(0, isolation="spare")
+    await started.say_ready(0)
+    for number in range(1, 5):
+        await started.say_ready(number)
+        started.deaths[number]("ended by SIGKILL")
+    started.want(0, ticket=2, isolation="spare")  # Whoever comes to the worker next starts no other one.
+    await until(lambda: len(started.processes) == 6)
+    started.deaths[0]("ended by SIGSEGV")
+    started.want(0, ticket=3, isolation="spare")
+    await started.say_ready(5)
+    await until(lambda: len(started.processes) == 7)
+    started.gone(0)
 
 
 @pytest.mark.parametrize("says", ["a front", "the worker", "the worker as it opens"])

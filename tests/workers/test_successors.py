@@ -13,8 +13,9 @@ import asynctrt
 from asynctrt._util import clock
 from asynctrt.errors import DeadlineError, DeviceLostError, InternalError, ModelError
 from asynctrt.tensors import TensorSpec
-from asynctrt.workers import link, original
-from asynctrt.workers.link import FAILED_STARTS_MAX, RETRY_S, RETRY_S_MAX
+from asynctrt.workers import original, spares
+from asynctrt.workers.link import FAILED_STARTS_MAX
+from asynctrt.workers.spares import PAUSE_S_MAX, pause_s
 from tests.helpers import WAIT_S, until
 from tests.models import double_onnx, scale_onnx
 from tests.workers.double import workers
@@ -31,8 +32,7 @@ def opened(model=KIND, **settings):
 @pytest.fixture
 def tried_soon(monkeypatch):
     """An engine that is lost is tried again at once."""
-    monkeypatch.setattr(link, "RETRY_S", 0.01)
-    monkeypatch.setattr(link, "PAUSE_S", 0.001)
+    monkeypatch.setattr(spares, "PAUSE_S", 0.001)
 
 
 async def right(engine, first):
@@ -141,7 +141,6 @@ async def test_an_answer_that_was_written_for_another_is_none():
     assert engine._front._heap.blocks == 0
 
 
-@pytest.mark.usefixtures("tried_soon")
 async def test_an_engine_that_was_open_once_is_tried_for_ever_and_ever_more_seldom(monkeypatch):
     pauses = []
     async with workers(KIND) as made, opened() as engine:
@@ -153,7 +152,6 @@ async def test_an_engine_that_was_open_once_is_tried_for_ever_and_ever_more_seld
             return candidate(0.0)
 
         monkeypatch.setattr(one, "_new_candidate", new_candidate)
-        monkeypatch.setattr(link, "RETRY_S", RETRY_S)
         made.why_not = "cannot have it"
         made.all[0].end("ended by SIGKILL")
         with pytest.raises(DeviceLostError, match="another one is tried in"):
@@ -162,14 +160,13 @@ async def test_an_engine_that_was_open_once_is_tried_for_ever_and_ever_more_seld
         made.why_not = ""
         await until(lambda: engine.state == "open")
         await right(engine, 1)
-        long = [pause for pause in pauses if pause >= RETRY_S]
-        assert long[0] == RETRY_S
-        assert long == sorted(long)
-        assert long[-1] == RETRY_S_MAX
-        made.why_not, count = "cannot have it", len(pauses)
+        assert pauses[0] == 0
+        assert pauses == [pause_s(number) for number in range(len(pauses))]
+        assert pauses[-1] == PAUSE_S_MAX
+        count = len(pauses)
         made.all[-1].end("ended by SIGKILL")
-        await until(lambda: max(pauses[count:], default=0) >= RETRY_S)
-        assert max(pauses[count:]) == RETRY_S, "it had answered since"
+        await right(engine, 2)
+        assert pauses[count:] == [0], "a worker was ready since"
 
 
 @pytest.mark.usefixtures("tried_soon")
