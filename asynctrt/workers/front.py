@@ -33,7 +33,7 @@ from asynctrt.errors import (
     copy_for,
 )
 from asynctrt.options import Options
-from asynctrt.runtime.answers import deadline_error
+from asynctrt.runtime.answers import answer_error, deadline_error
 from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.jobs import Copiers
 from asynctrt.runtime.results import ResultMemory
@@ -57,12 +57,9 @@ DEATHS_MAX: Final = 2
 GROUP_NBYTES_MAX: Final = KEPT_NBYTES // 4
 """Requests with more bytes than this travel in several groups, so that the heap keeps the pages of some."""
 
-EXPIRY_S: Final = 0.02
-"""How often the deadlines of held groups are checked."""
-
-OVERDUE_S: Final = 0.1
-"""How often the deadlines of groups with a worker are checked, and how far past they must be to expire here.
-A worker whose event loop runs enforces them itself."""
+EXPIRY_S: Final = 0.05
+"""How often deadlines are checked, and how far past they must be to expire here if a worker has the group: a
+worker whose event loop runs enforces them itself."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -133,7 +130,6 @@ class Dispatcher:
         self._flushes = False
         self._held: deque[RequestGroup] = deque()
         self._expiry: asyncio.TimerHandle | None = None
-        self._expiry_s = 0.0
         # Whether links may have groups with deadlines.
         self._has_deadlines = False
         self.requests = 0
@@ -196,7 +192,7 @@ class Dispatcher:
         """Drop the request of a caller who has gone away."""
         if request.state is not QUEUED:
             return
-        self._over(request)
+        self._over(1, request.rows)
         request.state = State.CANCELLED
         self.counters.cancelled += 1
         group, request.payload = request.payload, None
@@ -205,7 +201,6 @@ class Dispatcher:
             if not group.left:
                 for link in self.links:
                     link.cancel(group)
-        self.tell_if_idle()
 
     async def wait_idle(self) -> None:
         """Wait until every request is answered."""
@@ -216,12 +211,14 @@ class Dispatcher:
         """Return a future that is done when every request is answered."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._idle_waiters.append(waiter)
-        self.tell_if_idle()
+        self._over(0, 0)
         return waiter
 
-    def tell_if_idle(self) -> None:
-        """Resolve the futures of :meth:`next_idle` if every request is answered."""
-        if self.requests or not self._idle_waiters:
+    def _over(self, requests: int, rows: int) -> None:
+        """Count requests that have ended, and notify the waiters for idleness after the last one."""
+        self.requests -= requests
+        self.rows -= rows
+        if self.requests:
             return
         waiters, self._idle_waiters = self._idle_waiters, []
         for waiter in waiters:
@@ -246,7 +243,6 @@ class Dispatcher:
                     group.left = 0
                     link.cancel(group)
             self._fail_groups(link.take_suspects(), why)
-        self.tell_if_idle()
 
     def lose(self, why: DeviceLostError) -> None:
         """Fail all requests until there is a worker again, which may never happen."""
@@ -257,7 +253,6 @@ class Dispatcher:
         self._pending.clear()
         self._fail_groups(self._held, why)
         self._held.clear()
-        self.tell_if_idle()
 
     def close(self) -> None:
         """Fail the remaining requests. The links must be closed first."""
@@ -279,7 +274,6 @@ class Dispatcher:
             self._reaper.close()
         self._layouts.forget_arrays()
         self._results = ResultMemory()  # A caller may keep the closed engine, but not their memory.
-        self.tell_if_idle()
 
     @property
     def nbytes(self) -> int:
@@ -330,7 +324,6 @@ class Dispatcher:
             group.allocate(self._heap, self._memory)
         except MemoryError as error:
             self._fail_all(group.requests, QueueFullError(f"{error}. Retry later, or send less"))
-            self.tell_if_idle()
             return
         payloads = [request.payload for request in group.requests]
         if group.nbytes > COPY_ON_LOOP_NBYTES_MAX:
@@ -373,7 +366,6 @@ class Dispatcher:
     def _written(self, group: RequestGroup, refused: Iterable[tuple[Request, InputError]]) -> None:
         for request, error in refused:
             self._fail_all([request], error)
-            self.tell_if_idle()
         group.left, group.pins = 0, ()
         for request in group.requests:
             if request.state is QUEUED:
@@ -382,7 +374,6 @@ class Dispatcher:
         why = self.lost or self._closed
         if why is not None:
             self._fail_groups([group], why)
-            self.tell_if_idle()
         else:
             self._held.append(group)
 
@@ -404,18 +395,8 @@ class Dispatcher:
                 group.free(self._heap)
         for link in self.links:
             link.publish()
-        if self._held or self._has_deadlines:
-            self._watch_deadlines()
-
-    def _watch_deadlines(self) -> None:
-        """Schedule the next check of deadlines."""
-        pause_s = EXPIRY_S if self._held else OVERDUE_S
-        if self._expiry is not None and pause_s < self._expiry_s:
-            self._expiry.cancel()
-            self._expiry = None
-        if self._expiry is None:
-            self._expiry_s = pause_s
-            self._expiry = self._loop.call_later(pause_s, self._expire_due, context=self._context)
+        if (self._held or self._has_deadlines) and self._expiry is None:
+            self._expiry = self._loop.call_later(EXPIRY_S, self._expire_due, context=self._context)
 
     def _expire_due(self) -> None:
         """Expire requests whose deadline has passed, unless a worker will answer them."""
@@ -423,12 +404,11 @@ class Dispatcher:
         now_ns = self._now_ns()
         self._expire_overdue(now_ns)
         self._expire_held(now_ns)
-        self.tell_if_idle()
         self.send_held()
 
     def _expire_overdue(self, now_ns: int) -> None:
         """Expire overdue requests that a worker has neither launched nor answered: it is stopped or hangs."""
-        due_ns = now_ns - int(OVERDUE_S * 1e9)
+        due_ns = now_ns - int(EXPIRY_S * 1e9)
         self._has_deadlines = False
         for link in self.links:
             for group in link.unanswered():
@@ -528,7 +508,6 @@ class Dispatcher:
             self._fail_groups([group], why)
         else:
             self._deliver(group, outputs, records)
-        self.tell_if_idle()
 
     def _deliver(
         self, group: RequestGroup, outputs: list[dict[str, Array]], records: tuple[BatchRecord, ...]
@@ -553,8 +532,7 @@ class Dispatcher:
             arrived_ns += request.arrival_ns
             if not future.done():
                 future.set_result(InferResult(outputs[number], records, request.arrival_ns))
-        self.requests -= answered
-        self.rows -= rows
+        self._over(answered, rows)
         counters.queue_ns += answered * record.launched_ns - arrived_ns
         counters.total_ns += answered * now_ns - arrived_ns
         counters.succeeded += answered
@@ -638,7 +616,6 @@ class Dispatcher:
                 again.append(group)
         self._has_deadlines = True
         self._held.extendleft(reversed(again))
-        self.tell_if_idle()
         return suspects
 
     def _restored(self, group: RequestGroup) -> bool:
@@ -648,7 +625,6 @@ class Dispatcher:
             group.left = len(group.waiting())
         if not group.left:
             group.free(self._heap)
-            self.tell_if_idle()
         return bool(group.left)
 
     def room_for(self, group: RequestGroup, nbytes: int) -> int | None:
@@ -692,7 +668,6 @@ class Dispatcher:
             singles = group.singles(self._heap, self._memory)
         except MemoryError:
             self._fail_groups([group], error)
-            self.tell_if_idle()
             return []
         group.free(self._heap)
         return singles
@@ -712,7 +687,6 @@ class Dispatcher:
             "tried again. Others are not affected"
         )
         self._fail_groups([group], error)
-        self.tell_if_idle()
 
     def _not_again(self, how: str) -> DeviceLostError:
         return DeviceLostError(
@@ -722,25 +696,21 @@ class Dispatcher:
 
     # The ways in which a request ends.
 
-    def _over(self, request: Request) -> None:
-        self.requests -= 1
-        self.rows -= request.rows
-
     def _expire(self, requests: Iterable[Request]) -> None:
         now_ns = self._now_ns()
         for request in requests:
-            self._over(request)
+            self._over(1, request.rows)
             request.state = State.EXPIRED
             self.counters.expired += 1
-            _raise_in(request, deadline_error(request, now_ns))
+            answer_error(request, deadline_error(request, now_ns))
 
     def _fail_all(self, requests: Iterable[Request], why: AsynctrtError) -> None:
         for request in requests:
             if request.state is QUEUED:
-                self._over(request)
+                self._over(1, request.rows)
                 request.state = State.FAILED
                 self.counters.failed += 1
-                _raise_in(request, copy_for(why))
+                answer_error(request, copy_for(why))
 
     def _fail_groups(self, groups: Iterable[RequestGroup], why: AsynctrtError) -> None:
         for group in list(groups):
@@ -754,10 +724,3 @@ class Dispatcher:
             self._reaper = Reaper(self._loop, self._now_ns, context=self._context)
             self._copiers = Copiers(self._reaper, self._now_ns)
         return self._copiers
-
-
-def _raise_in(request: Request, error: AsynctrtError) -> None:
-    """Fail a request's future, if its caller still waits."""
-    future, request.future, request.payload = request.future, None, None
-    if not future.done():
-        future.set_exception(error)

@@ -545,7 +545,6 @@ class Link:
             self._loop.call_soon(self._answers)
         self._next_turn()
         if self.owner is not None:
-            self.owner.tell_if_idle()
             self.owner.send_held()
 
     def _look_at_answers(self) -> None:
