@@ -73,6 +73,8 @@ class Ask:
 class Told:
     """The text that was asked for, in a file that comes with it: a message is too small for it."""
 
+    what: str
+
 
 @dataclass(frozen=True, slots=True)
 class Serving:
@@ -85,8 +87,7 @@ class Serving:
 class Texts:
     """The texts that a front and its parent ask each other for.
 
-    Each end asks for one text at a time. Callers that ask meanwhile share the next one, so an answer is never
-    older than its question.
+    Callers share an answer that is on its way.
 
     :param send: sends the other end a message with file descriptors.
     """
@@ -96,28 +97,17 @@ class Texts:
         self.known: Mapping[str, Callable[[], Awaitable[bytes]]] = {}
         """Returns each text that the other end may ask for."""
         self._loop = asyncio.get_running_loop()
-        self._turn = asyncio.Lock()
-        self._next: dict[str, asyncio.Task[bytes]] = {}
-        self._asked: asyncio.Future[bytes] | None = None
+        self._asked: dict[str, asyncio.Future[bytes]] = {}
         self._telling: set[asyncio.Task[None]] = set()
-        self._is_closed = False
 
     async def ask(self, what: str, timeout_s: float) -> bytes:
         """Request a text; return nothing if the other end does not answer in time, or ends."""
-        task = self._next.get(what)
-        if task is None:
-            task = self._next[what] = self._loop.create_task(self._ask(what))
-        await asyncio.wait([task], timeout=timeout_s)
-        return task.result() if task.done() else b""
-
-    async def _ask(self, what: str) -> bytes:
-        async with self._turn:
-            del self._next[what]
-            if self._is_closed:
-                return b""
-            self._asked = self._loop.create_future()
+        asked = self._asked.get(what)
+        if asked is None:
+            asked = self._asked[what] = self._loop.create_future()
             self._send(Ask(what), ())
-            return await self._asked
+        await asyncio.wait([asked], timeout=timeout_s)
+        return asked.result() if asked.done() else b""
 
     def hear(self, message: Ask | Told, fds: Sequence[int]) -> None:
         """Handle a message of the other end."""
@@ -126,26 +116,24 @@ class Texts:
             self._telling.add(telling)
             telling.add_done_callback(self._telling.discard)
             return
-        text = content_of(fds)
-        if self._asked is not None and not self._asked.done():
-            self._asked.set_result(text)
+        asked, text = self._asked.pop(message.what, None), content_of(fds)
+        if asked is not None:
+            asked.set_result(text)
 
     async def _tell(self, what: str) -> None:
         fds = []
         try:
             fds.append(file_of(await self.known[what]()))
         except Exception:
-            # The other end waits for an answer, and asks nothing else before it.
             logger.exception("no %s could be sent to another process", what)
-        self._send(Told(), fds)
+        self._send(Told(what), fds)
         for fd in fds:
             os.close(fd)
 
     def close(self) -> None:
-        """Answer a pending request with an empty text. Idempotent."""
-        self._is_closed = True
-        if self._asked is not None and not self._asked.done():
-            self._asked.set_result(b"")
+        """Answer pending requests with an empty text. Idempotent."""
+        while self._asked:
+            self._asked.popitem()[1].set_result(b"")
 
 
 def file_of(content: bytes) -> int:

@@ -1,18 +1,14 @@
 """Suspected requests of a link: which one is tried next, and whose turn it is. Pure."""
 
 from collections import deque
-from typing import Final
 
 from asynctrt.workers.groups import RequestGroup
-
-TURN_NS_MAX: Final = 10_000_000_000
-"""The maximum turn of suspects and of others, apart from the batches still running when it ends."""
 
 
 class Trials:
     """The suspects of a link, which are tried one by one, in turns with all other requests.
 
-    Each turn lasts as long as the one before, up to a limit. The suspects' turn ends when a worker dies, and
+    Each turn lasts as long as the one before. The suspects' turn ends when a worker dies, and
     includes the time to replace it. The others' turn ends early when none of them waits.
     """
 
@@ -86,7 +82,7 @@ class Trials:
 
         :param rows: how many rows others may send in any case: as many as fill all contexts of the worker.
         """
-        took_ns = min(now_ns - self._began_ns, TURN_NS_MAX) if self._began_ns else 0
+        took_ns = now_ns - self._began_ns if self._began_ns else 0
         self._began_ns, self._until_ns = now_ns, now_ns + took_ns
         self.is_turn_of_others = not self.is_turn_of_others
         self._rows_left = rows
