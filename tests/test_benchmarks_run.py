@@ -18,16 +18,12 @@ LEAST = {
     "lengths": ["--repeats", "1", "--seconds", "0.05", "--callers", "8"],
     "busy_loop": ["--requests", "3"],
     "busy_thread": ["--seconds", "0.05", "--repeats", "1"],
-    "memory": ["--requests", "2000", "--engines", "2"],
     "overhead": ["--repeats", "1", "--seconds", "0.05"],
     "mlp": ["--repeats", "1", "--seconds", "0.05"],
     "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "no-op, 64"],
     "frameworks": ["--repeats", "1", "--seconds", "0.2", "--only", "FastAPI"],
-    "several": ["--seconds", "1", "--cost-seconds", "0.1", "--repeats", "1"],
-    "soak": ["--requests", "3000"],
     "lateness": ["--seconds", "0.4", "--repeats", "1"],
     "goodput": ["--seconds", "0.8", "--seeds", "1", "--real-seconds", "0.3", "--repeats", "1"],
-    "truth": ["--seconds", "2"],
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],
     "workers": ["--repeats", "1", "--seconds", "0.05", "--callers", "1", "--loads", "large"],
     "scale": ["--quick", "--seconds", "0.1", "--protocols", "HTTP,gRPC"],
@@ -42,21 +38,13 @@ LEAST_ON_GPU = {
     "saturation": ["--seconds", "0.05", "--repeats", "1", "--kernels", "300"],
     "urgent": ["--seconds", "0.1", "--repeats", "1"],
     "poisson": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--contexts", "2"],
-    "shapes": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--shapes", "1,2"],
     "weights": ["--seconds", "0.2", "--repeats", "1"],
-    "million": ["--batches", "2000"],
     "plans": ["--seconds", "0.02", "--repeats", "1"],
-    "plans_load": ["--seconds", "0.05", "--shares", "0.001"],
     "detector": [
         *("--seconds", "0.2", "--side", "64", "--callers", "1,8"),
         *("--random", "4", "--shapes", "8"),
     ],
-    "texts": [
-        *("--seconds", "0.1", "--layers", "1", "--width", "64", "--words", "200"),
-        *("--callers", "1,8", "--random", "4", "--patience", "0.5"),
-    ],
     "function_sizes": ["--seconds", "0.2"],
-    "two_gpus": ["--seconds", "0.1", "--repeats", "1", "--callers", "8"],
 }
 """Without a GPU they run on the host device."""
 PARTS = {
