@@ -30,7 +30,6 @@ LEAST = {
     "worker_faults": ["--requests", "300", "--repeats", "1", "--batch-timeout", "0.3"],
     "extras": ["--only", "core"],
     "front_faults": ["--requests", "1000", "--every", "0.1"],
-    "peers": ["--repeats", "1", "--seconds", "0.05"],
     "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
 }
 LEAST_ON_GPU = {
@@ -89,7 +88,7 @@ def test_benchmark_for_a_gpu(name, tmp_path):
 @pytest.mark.parametrize("name", LEAST)
 @pytest.mark.timeout(250)
 def test_benchmark(name, tmp_path):
-    if name == "peers":
+    if name == "overhead":
         needed(find_spec("async_batcher"), "there is no async-batcher: pip install '.[peers]'")
     if name == "agreement":
         installed(BINARY)

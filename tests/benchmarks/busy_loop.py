@@ -15,7 +15,7 @@ import asynctrt
 from asynctrt._util import clock
 from asynctrt.devices.host import HostDevice
 from asynctrt.devices.host.threads import StreamThreads
-from tests.benchmarks.common import arguments, save, show
+from tests.benchmarks.common import arguments, report, save
 from tests.benchmarks.mlp import mlp_onnx
 
 BURN_NS = 20_000
@@ -73,13 +73,11 @@ def main():
                 "p99_us": float(np.percentile(late, 99)),
                 "requests": len(late),
             }
-    show(
+    report(
         f"latency over the compute time, batches of {options.rows} rows of the MLP",
-        ("", "p50 µs", "p99 µs", "requests"),
-        [
-            (name, f"{case['p50_us']:,.0f}", f"{case['p99_us']:,.0f}", str(case["requests"]))
-            for name, case in figures.items()
-        ],
+        {name: [case] for name, case in figures.items()},
+        p50_us=",.0f",
+        p99_us=",.0f",
     )
     save(options.json, __doc__, figures)
 

@@ -6,7 +6,6 @@ caller and 64, of a model whose batches take 2 ms: in process and with a worker,
 ``asynctrt.tune_process()`` sets.
 """
 
-import asyncio
 import sys
 import threading
 import time
@@ -16,10 +15,9 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt._util import clock
 from asynctrt._util.process import SWITCH_INTERVAL_S
 from asynctrt.tensors import TensorSpec
-from tests.benchmarks.common import arguments, median, save, show
+from tests.benchmarks.common import arguments, medians, report, requests_of, save
 from tests.benchmarks.gpu.support import open_device
 
 CALLERS = (1, 64)
@@ -69,31 +67,9 @@ def busy_threads(count):
 
 
 async def latency(engine, callers, seconds):
-    """Return the latency and the requests/s of callers who each send again once they are answered.
-
-    ``closed_loop`` counts the rows that an engine tells of, and workers tell of theirs ten times a second.
-    """
+    """Return the figures of callers who each send again once they are answered."""
     row = np.ones((1, *engine.inputs[0].dims), np.float32)
-    end_ns = clock.now_ns() + int(seconds * 1e9)
-    took_ns = []
-
-    async def caller():
-        while True:
-            sent_ns = clock.now_ns()
-            await engine.infer(row)
-            now_ns = clock.now_ns()
-            took_ns.append(now_ns - sent_ns)
-            if now_ns > end_ns:
-                return
-
-    began_ns = clock.now_ns()
-    await asyncio.gather(*[caller() for _ in range(callers)])
-    p50, p99 = np.percentile(took_ns, [50, 99]) / 1e3
-    return {
-        "p50_us": float(p50),
-        "p99_us": float(p99),
-        "requests_per_s": len(took_ns) / (clock.now_ns() - began_ns) * 1e9,
-    }
+    return await requests_of(engine.infer, [row] * callers, seconds)
 
 
 async def measured(options):
@@ -126,24 +102,17 @@ async def measured(options):
         for engine in engines.values():
             await engine.aclose()
     return {
-        f"{kind}; {threads} threads; {callers} callers": {name: median(found, name) for name in found[0]}
+        f"{kind}; {threads} threads; {callers} callers": found
         for (kind, threads, callers), found in runs.items()
     }
 
 
 def main():
     options = arguments(__doc__, device="host", seconds=1.0, repeats=3, threads=1)
-    figures = uvloop.run(measured(options))
-    lines = [
-        (
-            case,
-            f"{found['p50_us'] / 1e3:.1f}",
-            f"{found['p99_us'] / 1e3:.1f}",
-            f"{found['requests_per_s']:,.0f}",
-        )
-        for case, found in figures.items()
-    ]
-    show("Beside a thread that computes in Python", ("", "p50 ms", "p99 ms", "requests/s"), lines)
+    runs = uvloop.run(measured(options))
+    formats = {"p50_us": ",.0f", "p99_us": ",.0f", "requests_per_s": ",.0f"}
+    report("Beside a thread that computes in Python", runs, **formats)
+    figures = {name: medians(found) for name, found in runs.items()}
     save(options.json, __doc__, figures, device=open_device(options.device))
 
 

@@ -1,25 +1,22 @@
-"""Helpers that the benchmarks share: a table, a JSON file with the machine, and runs in turn."""
+"""Helpers that the benchmarks share: callers, a table, a JSON file with the machine, and runs in turn."""
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
+import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
+import uvloop
+
+from asynctrt._util import clock
 from asynctrt.loadtest.making import describe_machine
 
-try:
-    from rich.console import Console
-    from rich.progress import Progress
-    from rich.table import Table
-except (
-    ImportError
-):  # The benchmarks for a GPU do without it: their machine may have only what the engine needs.
-    console = None
-else:
-    console = Console()
+WARM_UP_S = 0.15
 
 
 def arguments(doc, **defaults):
@@ -40,20 +37,91 @@ def parser_of(doc, **defaults):
     return parser
 
 
-def in_turn(runs, repeats, description):
-    """Call every run once, then all again (A B C A B C), and return the list of results for each name."""
+def in_turn(runs, repeats, description=""):
+    """Call every run once, then all again (A B C A B C), and return the list of results for each name.
+
+    A run that returns a coroutine has an event loop of its own.
+    """
     results = {name: [] for name in runs}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(description, total=repeats * len(runs))
-        for _ in range(repeats):
-            for name, run in runs.items():
-                results[name].append(run())
-                progress.advance(task)
+    for turn in range(repeats):
+        for name, run in runs.items():
+            print(f"{description}: {name}, {turn + 1} of {repeats}", file=sys.stderr, flush=True)
+            found = run()
+            results[name].append(uvloop.run(found) if asyncio.iscoroutine(found) else found)
     return results
+
+
+async def asked_again(infer, inputs, seconds, check_answer=None, look=lambda: None, warm_up_s=WARM_UP_S):
+    """Have one caller for each of ``inputs`` send it again and again, for ``seconds`` after a warm-up.
+
+    Each caller's last answer is checked: ``check_answer(rows, answer)``.
+
+    :param look: called when the measurement begins and when it ends.
+    :returns: the latencies and the elapsed and the CPU time in ns, and what ``look`` returned.
+    """
+    is_over = is_measured = False
+    latencies_ns = []
+
+    async def caller(rows):
+        answer = None
+        while not is_over:
+            sent_ns = clock.now_ns()
+            answer = await infer(rows)
+            if is_measured:
+                latencies_ns.append(clock.now_ns() - sent_ns)
+        if check_answer is not None:
+            check_answer(rows, answer)
+
+    async with asyncio.TaskGroup() as group:
+        for rows in inputs:
+            group.create_task(caller(rows))
+        await asyncio.sleep(warm_up_s)
+        is_measured = True
+        before, start_ns, start_cpu_ns = look(), clock.now_ns(), clock.cpu_ns()
+        await asyncio.sleep(seconds)
+        after, elapsed_ns, cpu_ns = look(), clock.now_ns() - start_ns, clock.cpu_ns() - start_cpu_ns
+        is_measured, is_over = False, True
+    return latencies_ns, elapsed_ns, cpu_ns, before, after
+
+
+async def requests_of(infer, inputs, seconds, check_answer=None, **given):
+    """Return the figures of callers by request: see :func:`asked_again`."""
+    latencies_ns, elapsed_ns, cpu_ns, *looks = await asked_again(
+        infer, inputs, seconds, check_answer, **given
+    )
+    count = max(len(latencies_ns), 1)
+    figures = {
+        "requests_per_s": len(latencies_ns) / elapsed_ns * 1e9,
+        "cpu_us_per_request": cpu_ns / count / 1e3,
+        "cores": cpu_ns / elapsed_ns,
+        # Where no request ended meanwhile, each took as long at the least.
+        **quantiles_us(latencies_ns or [elapsed_ns]),
+    }
+    if looks[0] is not None:
+        before, after = looks
+        figures["mean_batch_rows"] = (after.rows - before.rows) / max(after.batches - before.batches, 1)
+    return figures
+
+
+def quantiles_us(times_ns):
+    """Return the median, the 99th percentile and the maximum, in µs."""
+    p50, p99 = np.percentile(times_ns, [50, 99])
+    return {
+        "p50_us": float(p50) / 1e3,
+        "p99_us": float(p99) / 1e3,
+        "mean_us": float(np.mean(times_ns)) / 1e3,
+        "max_us": max(times_ns) / 1e3,
+        "count": len(times_ns),
+    }
 
 
 def median(results, figure):
     return statistics.median(result[figure] for result in results)
+
+
+def medians(runs):
+    """Return the median of each figure over repeated runs."""
+    return {name: median(runs, name) for name in runs[0]}
 
 
 def spread(results, figure):
@@ -89,14 +157,34 @@ def driver_version():
     return "unknown"
 
 
-def show(title, columns, lines, caption=""):
-    machine = describe_machine()
-    table = Table(title=title, caption=f"{caption} {machine['cpu']}, {machine['cores']} cores".strip())
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+def show(title, columns, lines, caption="", *, device=None):
+    """Print a plain table, for log files and for machines that have only what the engine needs."""
+    lines = [tuple(columns), *(tuple(line) for line in lines)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    print(f"\n{title}")
     for line in lines:
-        table.add_row(*line)
-    console.print(table)
+        first, *others = zip(line, widths, strict=True)
+        print("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]).rstrip())
+        if line is lines[0]:
+            print("  ".join("-" * width for width in widths))
+    machine, gpu = describe_machine(), device and describe_gpu(device)
+    on = f"{machine['cpu']}, {machine['cores']} cores"
+    if gpu:
+        on = f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; {on}"
+    print(f"{caption} On: {on}".strip(), flush=True)
+
+
+def report(title, results, caption="", *, device=None, **formats):
+    """Show for each case the medians of its runs: ``p99_us=",.0f"`` says how a figure is written."""
+    lines = []
+    for name, runs in results.items():
+        cells = [
+            f"{median(runs, figure):{form}}" if figure in runs[0] else "" for figure, form in formats.items()
+        ]
+        first = next(iter(formats))
+        lines.append((str(name), *cells, spread(runs, first) if first in runs[0] else ""))
+    columns = [figure.replace("_", " ") for figure in formats]
+    show(title, ("", *columns, f"{columns[0]}, least to most"), lines, caption, device=device)
 
 
 def save(path, title, figures, device=None):

@@ -14,13 +14,13 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
-from rich.progress import Progress
 
-from tests.benchmarks.common import arguments, console, median, save, show, spread
+from tests.benchmarks.common import arguments, in_turn, report, save
 from tests.benchmarks.mlp import mlp_onnx
 from tests.benchmarks.serving import ROOT, load, wait_for, wait_until_ready
 from tests.helpers import free_port
@@ -103,28 +103,14 @@ def main():
         model = mlp_onnx(Path(folder) / "mlp.onnx")
         made = cases(options.peers, model)
         made = {name: case for name, case in made.items() if options.only in name}
-        results = {name: {64: [], 1: []} for name in made}
-        with Progress(console=console, transient=True) as progress:
-            for name in progress.track(list(made) * options.repeats, description="frameworks"):
-                found = measure(*made[name], model, options.seconds, folder)
-                for connections, figures in found.items():
-                    results[name][connections].append(figures)
-    show(
-        "The perceptron over HTTP, JSON",
-        ("", "64 connections: requests/s", "least to most", "CPU µs", "p99 ms", "one: p50 ms"),
-        [
-            (
-                name,
-                f"{median(runs[64], 'requests_per_s'):,.0f}",
-                spread(runs[64], "requests_per_s"),
-                f"{median(runs[64], 'server_cpu_us'):,.0f}",
-                f"{median(runs[64], 'p99_us') / 1e3:.1f}",
-                f"{median(runs[1], 'p50_us') / 1e3:.2f}",
-            )
-            for name, runs in results.items()
-        ],
-        f"medians of {options.repeats} runs of {options.seconds:g} s in turn",
-    )
+        runs = {name: partial(measure, *case, model, options.seconds, folder) for name, case in made.items()}
+        found = in_turn(runs, options.repeats, "frameworks")
+    results = {
+        name: {count: [run[count] for run in runs] for count in (64, 1)} for name, runs in found.items()
+    }
+    lines = {f"{name}, {count}": runs for name, both in results.items() for count, runs in both.items()}
+    formats = {"requests_per_s": ",.0f", "server_cpu_us": ",.0f", "p50_us": ",.0f", "p99_us": ",.0f"}
+    report("The perceptron over HTTP, JSON, 64 connections and one", lines, **formats)
     save(options.json, __doc__, results)
 
 

@@ -10,13 +10,12 @@ import time
 from functools import partial
 
 import numpy as np
-import uvloop
 
 from asynctrt import loadtest
 from asynctrt._util import clock
 from asynctrt._util.process import calm_gc
 from asynctrt.loadtest.arrivals import LoadProfile, Schedule
-from tests.benchmarks.common import arguments, in_turn, median, save, show
+from tests.benchmarks.common import arguments, in_turn, medians, report, save
 from tests.loadtest.support import Target
 
 RATES = (1_000, 10_000, 50_000)
@@ -69,7 +68,7 @@ async def measure(pacing, rate, seconds):
 def main():
     options = arguments(__doc__, seconds=3.0, repeats=5)
     cases = [(pacing, rate) for rate in RATES for pacing in ("adaptive", "timer", "HTTP")]
-    runs = {case: partial(lambda case: uvloop.run(measure(*case, options.seconds)), case) for case in cases}
+    runs = {case: partial(measure, *case, options.seconds) for case in cases}
     for rate in RATES:
         runs["a bare loop", rate] = partial(bare, rate, options.seconds)
     # As the child processes of the command do.
@@ -81,18 +80,16 @@ def main():
     finally:
         server.kill()
         server.wait()
-    lines, figures = [], {}
-    for (pacing, rate), done in results.items():
-        names = [name for name in done[0] if all(name in one for one in done)]
-        figures[f"{pacing}, {rate}/s"] = {
-            "median": {name: median(done, name) for name in names},
-            "runs": done,
-        }
-        columns = (("late_p50_us", ".2f"), ("late_p99_us", ".1f"), ("late_max_us", ",.0f"), ("cores", ".2f"))
-        cells = [f"{median(done, name):{form}}" if name in names else "too late" for name, form in columns]
-        lines.append((f"{pacing}, {rate:,}/s", *cells, f"{median(done, 'rate'):,.0f}"))
-    head = ("", "p50", "p99", "max", "cores", "rate")
-    show("Lateness in µs, an idle target", head, lines)
+    results = {f"{pacing}, {rate}/s": done for (pacing, rate), done in results.items()}
+    formats = {
+        "late_p50_us": ".2f",
+        "late_p99_us": ".1f",
+        "late_max_us": ",.0f",
+        "cores": ".2f",
+        "rate": ",.0f",
+    }
+    report("Lateness in µs, an idle target", results, **formats)
+    figures = {name: {"median": medians(done), "runs": done} for name, done in results.items()}
     save(options.json, "lateness of the load generator", figures)
 
 

@@ -9,8 +9,8 @@ and one in a hundred has more than 168. Some answers are compared with those of 
 
 import asyncio
 import tempfile
-import time
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import anyio
@@ -20,7 +20,7 @@ from onnx import TensorProto
 import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.tensors import TensorSpec
-from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+from tests.benchmarks.common import arguments, in_turn, report, requests_of, save
 from tests.models import node
 from tests.models import save as save_model
 
@@ -109,38 +109,19 @@ def texts(count):
 
 async def measure(model, sizes, callers, seconds, sent):
     options = {} if sizes is None else {"pad": {"sequence": sizes}, "pad_with": {"attention_mask": "mask"}}
-    took, tokens = [], 0
     async with asynctrt.open(model, **options) as engine:
 
-        async def ask(ids):
-            mask = {} if sizes else {"attention_mask": np.ones_like(ids)}
-            return (await engine.infer({"input_ids": ids, **mask}))["output"]
+        def request(ids):
+            return {"input_ids": ids} | ({} if sizes else {"attention_mask": np.ones_like(ids)})
 
-        async def call(first):
-            nonlocal tokens
-            number = first
-            while time.perf_counter() < end:
-                ids = sent[number % len(sent)]
-                begun = time.perf_counter()
-                answer = await ask(ids)
-                took.append(time.perf_counter() - begun)
-                assert answer.shape[:2] == ids.shape
-                tokens += ids.shape[1]
-                number += callers
-
-        for ids in sent[:8]:
-            await ask(ids)
-        before, end = engine.statistics(), time.perf_counter() + seconds
-        begun = time.perf_counter()
-        await asyncio.gather(*map(call, range(callers)))
-        passed, after = time.perf_counter() - begun, engine.statistics()
-        return {
-            "requests_per_s": len(took) / passed,
-            "tokens_per_s": tokens / passed,
-            "mean_batch_rows": (after.rows - before.rows) / (after.batches - before.batches),
-            "p50_ms": float(np.percentile(took, 50)) * 1e3,
-            "p99_ms": float(np.percentile(took, 99)) * 1e3,
-        }
+        sent = [request(ids) for ids in sent]
+        # Each caller sends its share of the texts, one after the other.
+        shares = [cycle(sent[first::callers]) for first in range(callers)]
+        for one in sent[:8]:
+            await engine.infer(one)
+        return await requests_of(
+            lambda share: engine.infer(next(share)), shares, seconds, look=engine.statistics
+        )
 
 
 async def check(model, sent):
@@ -166,23 +147,11 @@ def main():
         for which, model in (models | {"no encoder": product()}).items():
             anyio.run(check, model, sent[:64])
             for name, sizes in WAYS.items():
-                ran = partial(measure, model, sizes, options.callers, options.seconds, sent)
-                runs[f"{which}, {name}"] = partial(anyio.run, ran, backend_options={"use_uvloop": True})
+                given = model, sizes, options.callers, options.seconds, sent
+                runs[f"{which}, {name}"] = partial(measure, *given)
         results = in_turn(runs, options.repeats, "measuring")
-    show(
-        f"Texts of all lengths, {options.callers} callers",
-        ("", "requests/s", "least to most", "mean batch", "p50 ms", "p99 ms"),
-        [
-            (
-                name,
-                f"{median(found, 'requests_per_s'):,.0f}",
-                spread(found, "requests_per_s"),
-                *(f"{median(found, figure):.1f}" for figure in ("mean_batch_rows", "p50_ms", "p99_ms")),
-            )
-            for name, found in results.items()
-        ],
-        f"medians of {options.repeats} runs in turn;",
-    )
+    formats = {"requests_per_s": ",.0f", "mean_batch_rows": ".1f", "p50_us": ",.0f", "p99_us": ",.0f"}
+    report(f"Texts of all lengths, {options.callers} callers", results, **formats)
     save(options.json, __doc__, results)
 
 

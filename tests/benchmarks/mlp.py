@@ -15,11 +15,11 @@ from onnx import TensorProto
 import asynctrt
 from asynctrt._util import clock
 from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.devices.host import HostDevice, cores
 from asynctrt.loadtest.samples import random_inputs
-from asynctrt.options import Options
-from tests.benchmarks.common import arguments, save, show
-from tests.benchmarks.overhead import CALLERS, WARM_UP_S, BenchCase, BenchReport, closed_loop, run_cases
+from tests.benchmarks.common import WARM_UP_S, arguments, in_turn, report, requests_of, save
+from tests.benchmarks.overhead import CALLERS
 from tests.models import node
 from tests.models import save as save_model
 
@@ -46,34 +46,25 @@ def mlp_onnx(path):
     return save_model(path, nodes, [("input", *row)], [("output", *row)], weights)
 
 
-def model_report(path, options, intra_op_threads, repeats):
-    """Return a report, still empty, on the rows/s of ONNX Runtime alone and of the engine under 1, 32 and 256
-    callers."""
-    from asynctrt.backends.onnxruntime import OnnxModel
-
-    model = OnnxModel(path, OnnxOptions(intra_op_num_threads=intra_op_threads))
+def cases_of(path, options):
+    """Return how to measure ONNX Runtime alone, and the engine under 1, 32 and 256 callers."""
+    model = OnnxModel(path, OnnxOptions(intra_op_num_threads=options.threads))
     sessions = {model.intra_op_threads: model}
     if cores() not in sessions:
         sessions[cores()] = OnnxModel(path, OnnxOptions(intra_op_num_threads=cores()))
-    cases = [
-        BenchCase(
-            f"raw, {threads} thread{'s' * (threads > 1)}, batch {rows}",
-            {"kind": "raw", "threads": threads, "rows": rows},
-            partial(_run_raw, raw, random_inputs(model.inputs, {}, rows), rows),
+    cases = {
+        f"raw, {threads} thread{'s' * (threads > 1)}, batch {rows}": partial(
+            _run_raw, raw, random_inputs(model.inputs, {}, rows), rows, options.seconds
         )
         for threads, raw in sessions.items()
         for rows in RAW_ROWS
-    ]
-    cases += [
-        BenchCase(
-            f"engine, {callers} callers" if callers > 1 else "engine, a lone caller",
-            {"kind": "engine", "callers": callers},
-            partial(_run_engine, model, options, callers),
+    }
+    return cases | {
+        f"engine, {callers} callers" if callers > 1 else "engine, a lone caller": partial(
+            _run_engine, model, options.contexts or None, callers, options.seconds
         )
         for callers in CALLERS
-    ]
-    settings = {"max_rows": options.max_rows or 64, "intra_op_threads": model.intra_op_threads}
-    return BenchReport(settings, cases, repeats)
+    }
 
 
 async def _run_raw(model, inputs, rows, seconds):
@@ -103,46 +94,23 @@ async def _repeat(run, seconds):
     return count, elapsed_ns, used_ns
 
 
-async def _run_engine(model, options, callers, seconds):
+async def _run_engine(model, contexts, callers, seconds):
     device = HostDevice(threads=max(1, cores() // model.intra_op_threads))
-    async with asynctrt.open(model, device=device, options=options) as engine:
+    async with asynctrt.open(model, device=device, contexts=contexts) as engine:
         inputs = [random_inputs(model.inputs, {}, 1) for _ in range(callers)]
-        measures, latencies_ns = await closed_loop(engine, inputs, seconds, timed=True)
-    p50_ns, p99_ns = np.percentile(latencies_ns, [50, 99]) if latencies_ns else (0.0, 0.0)
-    return {
-        "rows_per_s": measures["requests_per_s"],
-        "cpu_us_per_row": measures["cpu_us_per_request"],
-        "mean_batch_rows": measures["mean_batch_rows"],
-        "p50_ms": float(p50_ns) / 1e6,
-        "p99_ms": float(p99_ns) / 1e6,
-    }
+        found = await requests_of(engine.infer, inputs, seconds, look=engine.statistics)
+    return found | {"rows_per_s": found["requests_per_s"], "cpu_us_per_row": found["cpu_us_per_request"]}
 
 
 def main():
     options = arguments(__doc__, repeats=5, seconds=0.5, threads=1, contexts=0)
     with tempfile.TemporaryDirectory() as folder:
         path = mlp_onnx(Path(folder) / "mlp.onnx")
-        engine = Options(contexts=options.contexts or None)
-        report = model_report(path, engine, options.threads, options.repeats)
-        run_cases(report, options.seconds)
-    show(
-        "MLP 512-2048-512 x 2",
-        ("", "rows/s", "least to most", "CPU µs a row", "mean batch", "p50 ms", "p99 ms"),
-        [
-            (
-                case.name,
-                f"{case.median('rows_per_s'):,.0f}",
-                "{:,.0f} to {:,.0f}".format(*case.spread("rows_per_s")),
-                *(
-                    "" if case.median(figure) is None else f"{case.median(figure):.2f}"
-                    for figure in ("cpu_us_per_row", "mean_batch_rows", "p50_ms", "p99_ms")
-                ),
-            )
-            for case in report.cases
-        ],
-        f"{options.threads} threads a batch, medians of {options.repeats} runs in turn;",
-    )
-    save(options.json, __doc__, report.as_json())
+        results = in_turn(cases_of(path, options), options.repeats, "MLP")
+    figures = {"rows_per_s": ",.0f", "cpu_us_per_row": ".2f", "mean_batch_rows": ".2f"}
+    caption = f"{options.threads} threads a batch, medians of {options.repeats} runs in turn;"
+    report("MLP 512-2048-512 x 2", results, caption, **figures, p50_us=",.0f", p99_us=",.0f")
+    save(options.json, __doc__, results)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ from asynctrt._util import clock
 from asynctrt._util.process import freeze_gc
 from asynctrt.cli.demo import ContentModel
 from asynctrt.devices.host import HostDevice
-from tests.benchmarks.common import save
+from tests.benchmarks.common import WARM_UP_S, medians, requests_of, save
 from tests.benchmarks.gpu.batchers import ByHand, Runner, async_batcher, back_to_back, bare_loop
 from tests.benchmarks.gpu.onnx_models import SUBJECTS, export
 from tests.benchmarks.gpu.resnet import Poisson
-from tests.benchmarks.gpu.support import WARM_UP_S, Load, asked_again, open_device, quantiles_us, said
+from tests.benchmarks.gpu.support import Load, open_device, said
 
 CALLERS = (1, 8, 64, 256)
 SHARES = (0.5, 0.8)
@@ -87,16 +87,9 @@ async def callers(infer, answers, count, seconds, kind):
     """Return the figures of some callers, on a loop with other work (``busy``) or without (``idle``)."""
     load = Load(kind)
     numbers = [number % len(answers.samples) for number in range(count)]
-    done_ns, elapsed_ns, cpu_ns, *_ = await asked_again(
-        lambda number: infer(answers.samples[number]), numbers, seconds, answers.check
-    )
+    found = await requests_of(lambda number: infer(answers.samples[number]), numbers, seconds, answers.check)
     load.end()
-    return {
-        "rows_per_s": len(done_ns) / elapsed_ns * 1e9,
-        "cpu_us_a_request": cpu_ns / max(len(done_ns), 1) / 1e3,
-        "cores": cpu_ns / elapsed_ns,
-        **quantiles_us(done_ns or [elapsed_ns]),
-    }
+    return found
 
 
 def path_of(subject, given):
@@ -135,15 +128,6 @@ async def check_all(infer, answers):
     found = await asyncio.gather(*(infer(answers.samples[number]) for number in numbers))
     for number, answer in zip(numbers, found, strict=True):
         answers.check(number, answer)
-
-
-def medians(runs):
-    """Return the median of each figure over repeated runs, and the extremes of the first."""
-    first = next(iter(runs[0]))
-    values = [run[first] for run in runs]
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]} | {
-        "spread": [min(values), max(values)]
-    }
 
 
 async def measure(device, subject, given):
@@ -229,18 +213,18 @@ async def arrivals(infer, answers, rate, seconds):
     engine = SimpleNamespace(submit=lambda rows: loop.create_task(infer(rows)))
     found = await Poisson(engine, answers.samples, rate, max(seconds, 20 / rate), 11).run()
     requests = max(int(rate * seconds), 20)
-    return found | {"cpu_us_a_request": (clock.cpu_ns() - start_cpu_ns) / 1e3 / requests}
+    return found | {"cpu_us_per_request": (clock.cpu_ns() - start_cpu_ns) / 1e3 / requests}
 
 
 async def at_random(contenders, answers, closed, given):
     """Return latencies at shares of what the slower of the engine and the batcher by hand can do."""
     most = closed[f"idle, {given.callers.split(',')[-1]}"]
-    capacity = min(most[name]["rows_per_s"] for name in ("asynctrt", "by hand"))
+    capacity = min(most[name]["requests_per_s"] for name in ("asynctrt", "by hand"))
     figures = {"capacity": capacity}
     for share in SHARES:
         runs = {}
         for name, infer in contenders.items():
-            if name == "async-batcher" and most[name]["rows_per_s"] < capacity * share * 1.05:
+            if name == "async-batcher" and most[name]["requests_per_s"] < capacity * share * 1.05:
                 continue  # Its queue would grow without end.
             runs[name] = await arrivals(infer, answers, capacity * share, 2 * given.seconds)
         figures[f"{share:.0%}"] = runs
@@ -251,10 +235,10 @@ async def at_random(contenders, answers, closed, given):
 def print_line(what, figures):
     parts = []
     for name, found in figures.items():
-        rate = f"{found['rows_per_s']:,.0f}/s " if "rows_per_s" in found else ""
+        rate = f"{found['requests_per_s']:,.0f}/s " if "requests_per_s" in found else ""
         parts.append(
             f"{name} {rate}p50 {found['p50_us'] / 1e3:.2f} p99 {found['p99_us'] / 1e3:.2f} ms "
-            f"cpu {found['cpu_us_a_request']:.0f} µs"
+            f"cpu {found['cpu_us_per_request']:.0f} µs"
         )
     print(f"  {what}: {' | '.join(parts)}", flush=True)
 

@@ -28,7 +28,7 @@ def points():
         model: {
             "bare": max(max(runs["one thread"], runs["two threads"]) for runs in kept[model]["bare"]),
             "cases": {
-                case: {line: found["rows_per_s"] for line, found in lines.items()}
+                case: {line: found["requests_per_s"] for line, found in lines.items()}
                 for case, lines in kept[model]["callers"].items()
             },
         }

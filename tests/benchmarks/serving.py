@@ -23,7 +23,7 @@ import psutil
 from asynctrt.backends.function import FunctionModel
 from asynctrt.kserve.protobuf import message_classes
 from asynctrt.tensors import TensorSpec
-from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+from tests.benchmarks.common import arguments, in_turn, median, report, save
 from tests.benchmarks.mlp import mlp_onnx
 from tests.helpers import free_port
 
@@ -182,17 +182,6 @@ def cases(stack, folder, seconds):
     return made, half
 
 
-def line(name, results):
-    return (
-        name,
-        f"{median(results, 'requests_per_s'):,.0f}",
-        spread(results, "requests_per_s"),
-        f"{median(results, 'server_cpu_us'):.1f}",
-        f"{median(results, 'p50_us') / 1e3:.2f}",
-        f"{median(results, 'p99_us') / 1e3:.2f}",
-    )
-
-
 def main():
     options = arguments(__doc__, repeats=3, seconds=3.0, only="")
     with ExitStack() as stack:
@@ -208,12 +197,8 @@ def main():
             if name in made
         }
         results |= in_turn(halves, options.repeats, "at half load")
-    show(
-        "Serving",
-        ("", "requests/s", "least to most", "server CPU µs", "p50 ms", "p99 ms"),
-        [line(name, runs) for name, runs in results.items()],
-        f"medians of {options.repeats} runs of {options.seconds:g} s in turn;",
-    )
+    formats = {"requests_per_s": ",.0f", "server_cpu_us": ".1f", "p50_us": ",.0f", "p99_us": ",.0f"}
+    report("Serving", results, f"runs of {options.seconds:g} s in turn;", **formats)
     save(options.json, __doc__, results)
 
 

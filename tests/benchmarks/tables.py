@@ -58,27 +58,19 @@ def overhead():
         *("", "256 callers, requests/s", "CPU µs each", "32 callers, requests/s", "CPU µs each"),
         "a lone caller, µs",
     )
-    measured = {
-        (case["device"], case["callers"], case["max_delay"]): case["median"]
-        for case in figures("overhead")["cases"]
-    }
-    for label, device in (("events done at once", "immediate"), ("host device, on the loop", "host")):
-        cells = [f"asynctrt, {label}"]
-        for callers in (256, 32):
-            run = measured[device, callers, 0.0]
-            cells += [thousands(run["requests_per_s"]), f"{run['cpu_us_per_request']:.1f}"]
-        yield (*cells, f"{measured[device, 1, 0.0]['round_trip_us']:.0f}")
-    peers = figures("peers")
+    measured = figures("overhead")
     for label, name in (
+        ("asynctrt, events done at once", "immediate"),
+        ("asynctrt, host device, on the loop", "host"),
         ("async-batcher 0.2.2", "async-batcher"),
         ("a bare loop without features", "bare loop"),
     ):
         cells = [label]
-        for callers in ("256", "32"):
-            runs = peers[callers][name]
+        for callers in (256, 32):
+            runs = measured[f"{name}, {callers}"]
             cells += [thousands(middle(runs, "requests_per_s")), f"{middle(runs, 'cpu_us_per_request'):.1f}"]
-        round_trip_us = middle(peers["1"][name], "round_trip_us")
-        yield (*cells, f"{round(round_trip_us, -1 if round_trip_us > 100 else 0):,.0f}")
+        mean_us = middle(measured[f"{name}, 1"], "mean_us")
+        yield (*cells, f"{round(mean_us, -1 if mean_us > 100 else 0):,.0f}")
 
 
 def perceptron():
@@ -96,7 +88,7 @@ def perceptron():
 
 def rows_per_s(name):
     """Return the throughput of each case of the perceptron's benchmark."""
-    return {case["name"]: case["median"]["rows_per_s"] for case in figures(name)["cases"]}
+    return {case: middle(runs, "rows_per_s") for case, runs in figures(name).items()}
 
 
 SERVED = {
@@ -292,7 +284,8 @@ def lengths():
         yield (
             case,
             f"{middle(runs, 'requests_per_s'):,.0f}",
-            *[f"{middle(runs, figure):.1f}" for figure in ("mean_batch_rows", "p50_ms", "p99_ms")],
+            f"{middle(runs, 'mean_batch_rows'):.1f}",
+            *[f"{middle(runs, figure) / 1e3:.1f}" for figure in ("p50_us", "p99_us")],
         )
 
 
@@ -418,17 +411,14 @@ def gpu_plans():
 def six():
     """Yield the figures of the README: what a request costs, and what a GPU gains."""
     yield "question", "figure"
-    host = {
-        (case["device"], case["callers"], case["max_delay"]): case["median"]
-        for case in figures("overhead")["cases"]
-    }
+    host = figures("overhead")
     yield (
         "requests/s through `await infer`, 256 callers, a no-op model on the event loop, one core",
-        thousands(host["host", 256, 0.0]["requests_per_s"]),
+        thousands(middle(host["host, 256"], "requests_per_s")),
     )
     yield (
         "round trip of a lone caller of it, on the event loop",
-        f"{host['host', 1, 0.0]['round_trip_us']:.0f} µs",
+        f"{middle(host['host, 1'], 'mean_us'):.0f} µs",
     )
     served = figures("serving")["HTTP no-op, 64"]
     yield (
@@ -548,8 +538,8 @@ def gpu_onnx():
         bare = max(rate for loops in model["bare"] for rate in loops.values())
         cells = [name, f"{bare:,.0f}"]
         for who in ("asynctrt", "by hand"):
-            cells += [f"{callers[f'idle, {count}'][who]['rows_per_s']:,.0f}" for count in (1, 8, 64, 256)]
-        cells += [f"{callers['busy, 256'][who]['rows_per_s']:,.0f}" for who in ("asynctrt", "by hand")]
+            cells += [f"{callers[f'idle, {count}'][who]['requests_per_s']:,.0f}" for count in (1, 8, 64, 256)]
+        cells += [f"{callers['busy, 256'][who]['requests_per_s']:,.0f}" for who in ("asynctrt", "by hand")]
         yield tuple(cells)
 
 

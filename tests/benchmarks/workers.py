@@ -5,18 +5,15 @@ in ``worker_faults``, and what several fronts gain in ``scale``. `--loads large 
 large rows on a GPU.
 """
 
-import asyncio
 import tempfile
-import time
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
-import uvloop
 
 import asynctrt
-from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+from tests.benchmarks.common import arguments, asked_again, in_turn, report, save
 from tests.benchmarks.mlp import mlp_onnx
 
 NOOP = "tests.benchmarks.serving:noop"
@@ -48,30 +45,16 @@ async def loaded(model, dim, callers, seconds, **options):
     """Measure so many callers that ask again at once."""
     rows = np.zeros((1, dim), np.float32)
     async with asynctrt.open(model, **options) as engine:
-        latencies_ns, ends = [], False
-
-        async def caller():
-            while not ends:
-                began_ns = time.monotonic_ns()
-                await engine.infer(rows)
-                latencies_ns.append(time.monotonic_ns() - began_ns)
-
-        tasks = [asyncio.create_task(caller()) for _ in range(callers)]
-        await asyncio.sleep(WARM_UP_S)
-        latencies_ns.clear()
-        began, cpu, own = time.perf_counter(), cpu_s(), time.process_time()
-        await asyncio.sleep(seconds)
-        elapsed, cpu, own = time.perf_counter() - began, cpu_s() - cpu, time.process_time() - own
-        cpu = max(cpu, own)  # All processes together are counted in ticks of 10 ms.
-        count = max(len(latencies_ns), 1)
-        p50_ns = float(np.median(latencies_ns))
-        ends = True
-        await asyncio.gather(*tasks)
+        latencies_ns, elapsed_ns, own_ns, before_s, after_s = await asked_again(
+            engine.infer, [rows] * callers, seconds, look=cpu_s, warm_up_s=WARM_UP_S
+        )
+    count = max(len(latencies_ns), 1)
     return {
-        "requests_per_s": count / elapsed,
-        "cpu_us": cpu / count * 1e6,
-        "own_cpu_us": own / count * 1e6,
-        "p50_us": p50_ns / 1e3,
+        "requests_per_s": count / elapsed_ns * 1e9,
+        # All processes together are counted in ticks of 10 ms.
+        "cpu_us": max(after_s - before_s, own_ns / 1e9) / count * 1e6,
+        "own_cpu_us": own_ns / count / 1e3,
+        "p50_us": float(np.median(latencies_ns)) / 1e3,
     }
 
 
@@ -87,12 +70,11 @@ def cost(options, mlp):
         for callers in CALLERS[: options.callers]:
             pair = in_turn(
                 {
-                    kind: lambda name=name, dim=dim, callers=callers, kind=kind: uvloop.run(
-                        loaded(
-                            *(models[name], dim, callers, options.seconds),
-                            isolation=kind,
-                            device=options.device,
-                        )
+                    kind: partial(
+                        loaded,
+                        *(models[name], dim, callers, options.seconds),
+                        isolation=kind,
+                        device=options.device,
                     )
                     for kind in ("none", "process")
                 },
@@ -100,31 +82,10 @@ def cost(options, mlp):
                 f"{name}, {callers}",
             )
             results[f"{name}, {callers}"] = pair
-    show(
-        "In process, and in a worker process",
-        (
-            "callers",
-            *("requests/s", "worker", "least to most"),
-            *("CPU µs", "worker", "front", "ratio", "p50 µs", "worker"),
-        ),
-        [_cost_line(name, pair["none"], pair["process"]) for name, pair in results.items()],
-        f"medians of {options.repeats} runs of {options.seconds:g} s in turn; the ratio is that of pairs;",
-    )
+    lines = {f"{name}, {kind}": runs for name, pair in results.items() for kind, runs in pair.items()}
+    formats = {"requests_per_s": ",.0f", "cpu_us": ".1f", "own_cpu_us": ".1f", "p50_us": ",.0f"}
+    report("In process, and in a worker process", lines, **formats)
     return results
-
-
-def _cost_line(name, local, worker):
-    ratio = float(np.median([b["cpu_us"] / a["cpu_us"] for a, b in zip(local, worker, strict=True)]))
-    return (
-        name,
-        f"{median(local, 'requests_per_s'):,.0f}",
-        f"{median(worker, 'requests_per_s'):,.0f}",
-        spread(worker, "requests_per_s"),
-        *(f"{median(local, 'cpu_us'):.1f}", f"{median(worker, 'cpu_us'):.1f}"),
-        f"{median(worker, 'own_cpu_us'):.1f}",
-        f"{ratio:.2f}",
-        *(f"{median(local, 'p50_us'):,.0f}", f"{median(worker, 'p50_us'):,.0f}"),
-    )
 
 
 def main():
@@ -136,8 +97,7 @@ def main():
         loads="",
         device="host",
     )
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+    with tempfile.TemporaryDirectory() as folder:
         mlp = str(mlp_onnx(Path(folder) / "mlp.onnx"))
         results = {"cost": cost(options, mlp)}
     save(options.json, __doc__, results)

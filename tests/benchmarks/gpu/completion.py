@@ -19,10 +19,10 @@ import asynctrt
 from asynctrt._util import clock
 from asynctrt.runtime.completion import Reaper
 from asynctrt.scheduling.batch_times import Times
-from tests.benchmarks.common import arguments, save
+from tests.benchmarks.common import arguments, quantiles_us, save, show
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import RawLoop
-from tests.benchmarks.gpu.support import Load, check, open_device, quantiles_us, said, show
+from tests.benchmarks.gpu.support import Load, check, open_device, said
 
 COUNT_MIN = 400
 """Samples of a case at the least, for its 99th percentile, unless it takes four times as long as it may."""

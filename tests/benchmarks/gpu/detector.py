@@ -19,8 +19,8 @@ import asynctrt
 from asynctrt._util import clock
 from asynctrt._util.process import freeze_gc
 from asynctrt.devices.host import HostDevice
-from tests.benchmarks.common import save
-from tests.benchmarks.gpu.support import open_device, quantiles_us
+from tests.benchmarks.common import quantiles_us, save
+from tests.benchmarks.gpu.support import open_device
 from tests.models import detector_onnx
 
 CALLERS = (1, 8, 40, 128)

@@ -20,8 +20,8 @@ import numpy as np
 
 import asynctrt
 from asynctrt._util import clock
-from tests.benchmarks.common import parser_of, save
-from tests.benchmarks.gpu.support import open_device, quantiles_us, show
+from tests.benchmarks.common import parser_of, quantiles_us, save, show
+from tests.benchmarks.gpu.support import open_device
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CALLERS = 100

@@ -16,9 +16,9 @@ import uvloop
 
 import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions
-from tests.benchmarks.common import parser_of, save
+from tests.benchmarks.common import medians, parser_of, save, show
 from tests.benchmarks.gpu.raw import RawLoop
-from tests.benchmarks.gpu.support import closed_loop, open_device, said, show
+from tests.benchmarks.gpu.support import closed_loop, open_device, said
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
 CALLERS = (1, 8, 64, 256, 1024)
@@ -112,8 +112,7 @@ async def measure(plan, options):
     figures["raw_rows_per_s"] = {name: statistics.median(found) for name, found in raw_runs.items()}
     best = max(figures["raw_rows_per_s"].values())
     for count in CALLERS:
-        of = [run[count] for run in runs]
-        middle = {name: statistics.median(run[name] for run in of) for name in of[0]}
+        middle = medians([run[count] for run in runs])
         figures["callers"].append({"callers": count, **middle, "ratio": middle["rows_per_s"] / best})
     with said("graphs and arenas, with 256 callers"):
         for graphs in ("auto", "off"):

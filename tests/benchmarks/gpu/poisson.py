@@ -23,10 +23,10 @@ import uvloop
 
 import asynctrt
 from asynctrt._util import clock
-from tests.benchmarks.common import arguments, save
+from tests.benchmarks.common import arguments, asked_again, medians, save, show
 from tests.benchmarks.gpu.batchers import ByHand
-from tests.benchmarks.gpu.resnet import SIZES, Poisson, Subject, at_rate, medians, report_load
-from tests.benchmarks.gpu.support import asked_again, closed_loop, open_device, said, show
+from tests.benchmarks.gpu.resnet import SIZES, Poisson, Subject, at_rate, report_load
+from tests.benchmarks.gpu.support import closed_loop, open_device, said
 
 CLOSED_LOOP_CALLERS = 64
 SERVICE_ROUNDS = 30

@@ -5,7 +5,6 @@ On the host device a model that sleeps stands in for it.
 """
 
 import asyncio
-import statistics
 from functools import partial
 
 import numpy as np
@@ -14,12 +13,9 @@ import psutil
 from asynctrt._util import clock
 from asynctrt._util.alarm import Alarm
 from asynctrt.errors import AsynctrtError
+from tests.benchmarks.common import medians, quantiles_us, show
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
-from tests.benchmarks.gpu.support import (
-    check,
-    quantiles_us,
-    show,
-)
+from tests.benchmarks.gpu.support import check
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 IMAGES = 64
@@ -152,11 +148,6 @@ class Poisson:
             self.errors += 1
         elif is_counted:
             self.latencies_ns.append(clock.now_ns() - due_ns)
-
-
-def medians(runs):
-    """Return the median of each figure over repeated runs."""
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 async def at_rate(engine, rows, rate, options):

@@ -13,18 +13,10 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from tests.benchmarks.common import arguments, save
+from tests.benchmarks.common import arguments, medians, save, show
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import RawLoop
-from tests.benchmarks.gpu.support import (
-    check,
-    closed_loop,
-    exactly,
-    open_device,
-    rows_of_callers,
-    said,
-    show,
-)
+from tests.benchmarks.gpu.support import check, closed_loop, exactly, open_device, rows_of_callers, said
 
 ROWS = 64
 DIM = 512
@@ -62,19 +54,19 @@ async def measure(device, model, rows, options):
     stages_us = contenders["one stream"].stages_us()
     for raw in contenders.values():
         raw.close()
-    medians = {figure: statistics.median(run[figure] for run in engine_runs) for figure in engine_runs[0]}
+    middle = medians(engine_runs)
     rates = [run["rows_per_s"] for run in engine_runs]
     # Each run over the raw loop just before it, as they were taken in turn.
     ratios = {name: [rate / raw for rate, raw in zip(rates, runs[name], strict=True)] for name in contenders}
     return {
         "raw_rows_per_s": {name: statistics.median(values) for name, values in runs.items()},
-        "engine_rows_per_s": medians["rows_per_s"],
+        "engine_rows_per_s": middle["rows_per_s"],
         "ratio": {name: statistics.median(values) for name, values in ratios.items()},
         "ratio_least": {name: min(values) for name, values in ratios.items()},
         "ratio_most": {name: max(values) for name, values in ratios.items()},
         "raw_stages_us": dict(zip(("copy_in", "compute", "copy_out"), stages_us, strict=True)),
         **{
-            figure: medians[figure]
+            figure: middle[figure]
             for figure in ("rows_a_batch", "cpu_us_a_batch", "cpu_us_a_request", "cores")
         },
         "in_flight_contexts": ended.contexts,

@@ -1,4 +1,4 @@
-"""Shared by the GPU benchmarks: the device, callers in a loop, loops with other work."""
+"""Shared by the GPU benchmarks: the device, callers of an engine, loops with other work."""
 
 import asyncio
 from contextlib import contextmanager
@@ -7,10 +7,7 @@ import numpy as np
 
 from asynctrt._util import clock
 from asynctrt.devices.host import HostDevice
-from asynctrt.loadtest.making import describe_machine
-from tests.benchmarks.common import describe_gpu
-
-WARM_UP_S = 0.1
+from tests.benchmarks.common import asked_again, quantiles_us
 
 
 def open_device(name, **settings):
@@ -23,30 +20,6 @@ def open_device(name, **settings):
     return CudaDevice(device.ordinal, **settings) if settings else device
 
 
-def show(title, columns, lines, caption="", *, device):
-    """Print a plain table, for log files and for machines without rich."""
-    lines = [tuple(columns), *(tuple(line) for line in lines)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
-    print(f"\n{title}")
-    for line in lines:
-        first, *others = zip(line, widths, strict=True)
-        print("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]).rstrip())
-        if line is lines[0]:
-            print("  ".join("-" * width for width in widths))
-    gpu = describe_gpu(device)
-    machine = describe_machine()
-    on = f"{machine['cpu']}, {machine['cores']} cores"
-    if gpu is not None:
-        on = f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; {on}"
-    print(f"{caption} On: {on}".strip(), flush=True)
-
-
-def quantiles_us(times_ns):
-    """Return the median, the 99th percentile and the maximum, in µs."""
-    p50, p99 = np.percentile(times_ns, [50, 99])
-    return {"p50_us": p50 / 1e3, "p99_us": p99 / 1e3, "max_us": max(times_ns) / 1e3, "count": len(times_ns)}
-
-
 def check(answer, expected):
     """Check that every output is right bit by bit."""
     for name, values in expected.items():
@@ -57,38 +30,6 @@ def check(answer, expected):
 def exactly(model):
     """Return a check of answers, for a model that can compute the expected ones."""
     return lambda rows, answer: check(answer, model.expected(rows))
-
-
-async def asked_again(infer, inputs, seconds, check_answer, look=lambda: None):
-    """Have one caller for each of ``inputs`` send it again and again, for ``seconds`` after a warm-up.
-
-    Each caller's last answer is checked: ``check_answer(rows, answer)``.
-
-    :param look: called when the measurement begins and when it ends.
-    :returns: the latencies and the elapsed and the CPU time in ns, and what ``look`` returned.
-    """
-    is_over = is_measured = False
-    latencies_ns = []
-
-    async def caller(rows):
-        answer = None
-        while not is_over:
-            sent_ns = clock.now_ns()
-            answer = await infer(rows)
-            if is_measured:
-                latencies_ns.append(clock.now_ns() - sent_ns)
-        check_answer(rows, answer)
-
-    async with asyncio.TaskGroup() as group:
-        for rows in inputs:
-            group.create_task(caller(rows))
-        await asyncio.sleep(WARM_UP_S)
-        is_measured = True
-        before, start_ns, start_cpu_ns = look(), clock.now_ns(), clock.cpu_ns()
-        await asyncio.sleep(seconds)
-        after, elapsed_ns, cpu_ns = look(), clock.now_ns() - start_ns, clock.cpu_ns() - start_cpu_ns
-        is_measured, is_over = False, True
-    return latencies_ns, elapsed_ns, cpu_ns, before, after
 
 
 async def closed_loop(engine, check_answer, inputs, seconds):

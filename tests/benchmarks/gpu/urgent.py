@@ -12,15 +12,13 @@ On the host device a model that sleeps stands in for it, and threads are shared.
 
 import asyncio
 import contextlib
-import statistics
-
-import uvloop
+from functools import partial
 
 import asynctrt
 from asynctrt._util import clock
-from tests.benchmarks.common import arguments, save
+from tests.benchmarks.common import arguments, in_turn, medians, quantiles_us, report, save
 from tests.benchmarks.gpu.resnet import Subject
-from tests.benchmarks.gpu.support import open_device, quantiles_us, said, show
+from tests.benchmarks.gpu.support import open_device
 
 ROWS = 32
 BATCHES = 3
@@ -94,32 +92,18 @@ def main():
     options = arguments(__doc__, device="cuda:0", seconds=2.0, repeats=3)
     device = open_device(options.device)
     subject = Subject(device, "float32" if device.name == "host" else "uint8")
-    runs = {name: [] for name in CASES}
-    for turn in range(options.repeats):
-        for name, (share, is_flooded) in CASES.items():
-            with said(f"{name}, turn {turn + 1}"):
-                runs[name].append(uvloop.run(measure(device, subject, share, is_flooded, options)))
-    figures = {
-        name: {figure: statistics.median(run[figure] for run in found) for figure in found[0]}
-        | {"p99_us_runs": [run["p99_us"] for run in found]}
-        for name, found in runs.items()
-    }
-    show(
+    measures = {name: partial(measure, device, subject, *case, options) for name, case in CASES.items()}
+    runs = in_turn(measures, options.repeats, "an urgent image")
+    report(
         "an urgent image every 5 ms beside a flood in batches of 32",
-        ("case", "p50 µs", "p99 µs", "least-most", "max µs", "flood images/s"),
-        [
-            (
-                name,
-                f"{found['p50_us']:,.0f}",
-                f"{found['p99_us']:,.0f}",
-                f"{min(found['p99_us_runs']):,.0f}-{max(found['p99_us_runs']):,.0f}",
-                f"{found['max_us']:,.0f}",
-                f"{found['flood_per_s']:,.0f}",
-            )
-            for name, found in figures.items()
-        ],
+        runs,
         device=device,
+        p99_us=",.0f",
+        p50_us=",.0f",
+        max_us=",.0f",
+        flood_per_s=",.0f",
     )
+    figures = {name: medians(found) for name, found in runs.items()}
     save(options.json, __doc__, {"cases": figures}, device)
 
 

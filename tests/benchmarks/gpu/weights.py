@@ -10,12 +10,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import numpy as np
-import uvloop
 
 import asynctrt
-from tests.benchmarks.common import arguments, in_turn, median, save
+from tests.benchmarks.common import arguments, in_turn, median, save, show
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
-from tests.benchmarks.gpu.support import check, closed_loop, open_device, show
+from tests.benchmarks.gpu.support import check, closed_loop, open_device
 
 ROWS = 16
 CALLERS = 64
@@ -67,11 +66,10 @@ def main():
         for case, weights in CASES.items()
     }
 
-    def measure(load):
-        return uvloop.run(flood(device, kernels, load, options.seconds))
-
     runs = in_turn(
-        {case: partial(measure, load) for case, load in loads.items()}, options.repeats, "measuring"
+        {case: partial(flood, device, kernels, load, options.seconds) for case, load in loads.items()},
+        options.repeats,
+        "measuring",
     )
     alone = {name: median(runs[f"{name} alone"], name) for name in MODELS}
     lines, found = [], {}
