@@ -58,6 +58,12 @@ def is_among(path, names):
     return any(path.relative_to(ROOT).is_relative_to(name) for name in names)
 
 
+def pytest_configure():
+    """Let Python keep what it compiles, whatever the environment says: tests start a thousand processes."""
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Mark the second tier, before pytest selects by markers; leave out repetitions that no loop changes."""

@@ -20,15 +20,14 @@ LEAST = {
     "busy_thread": ["--seconds", "0.05", "--repeats", "1"],
     "overhead": ["--repeats", "1", "--seconds", "0.05"],
     "mlp": ["--repeats", "1", "--seconds", "0.05"],
-    "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "no-op, 64"],
-    "frameworks": ["--repeats", "1", "--seconds", "0.2", "--only", "FastAPI"],
-    "lateness": ["--seconds", "0.4", "--repeats", "1"],
-    "goodput": ["--seconds", "0.8", "--seeds", "1", "--real-seconds", "0.3", "--repeats", "1"],
+    "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "HTTP no-op, 64"],
+    "frameworks": ["--repeats", "1", "--seconds", "0.2", "--only", "asynctrt in"],
+    "lateness": ["--seconds", "0.1", "--repeats", "1"],
+    "goodput": ["--seconds", "0.8", "--seeds", "1", "--real-seconds", "0.1", "--repeats", "1"],
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],
     "workers": ["--repeats", "1", "--seconds", "0.05", "--callers", "1", "--loads", "large"],
     "scale": ["--quick", "--seconds", "0.1", "--protocols", "HTTP,gRPC"],
-    "worker_faults": ["--requests", "300", "--repeats", "1", "--batch-timeout", "0.3"],
-    "extras": ["--only", "core"],
+    "worker_faults": ["--requests", "300", "--repeats", "1", "--batch-timeout", "0.3", "--settle", "0.2"],
     "front_faults": ["--requests", "1000", "--every", "0.1"],
     "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
 }
@@ -37,13 +36,13 @@ LEAST_ON_GPU = {
     "saturation": ["--seconds", "0.05", "--repeats", "1", "--kernels", "300"],
     "urgent": ["--seconds", "0.1", "--repeats", "1"],
     "poisson": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--contexts", "2"],
-    "weights": ["--seconds", "0.2", "--repeats", "1"],
+    "weights": ["--seconds", "0.05", "--repeats", "1"],
     "plans": ["--seconds", "0.02", "--repeats", "1"],
     "detector": [
         *("--seconds", "0.2", "--side", "64", "--callers", "1,8"),
         *("--random", "4", "--shapes", "8"),
     ],
-    "function_sizes": ["--seconds", "0.2"],
+    "function_sizes": ["--seconds", "0.05"],
 }
 """Without a GPU they run on the host device."""
 PARTS = {

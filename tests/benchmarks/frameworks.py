@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,10 @@ WARM_UP_S = 1.0
 
 def version(python, module):
     """Return the version of a package in an environment; ``None`` if it is not there."""
+    if python == sys.executable:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(module)
+        return None
     code = f"from importlib.metadata import version; print(version({module!r}))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     return done.stdout.strip() or None
@@ -90,7 +95,7 @@ def measure(command, body, model, seconds, folder):
             time.sleep(WARM_UP_S)  # Workers still load the model behind a port that is open.
         url += "/v2/models/mlp/infer" if is_ours else "/predict"
         text = json.dumps(BODIES[body]).encode().hex()
-        load(server, url, WARM_UP_S, connections=16, body=text)
+        load(server, url, min(seconds, WARM_UP_S), connections=16, body=text)
         return {
             connections: load(server, url, seconds, connections=connections, body=text)
             for connections in (64, 1)

@@ -46,13 +46,13 @@ def options():
     parser.add_argument("--callers", default=",".join(map(str, CALLERS)))
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="0.35 s a run, once")
+    parser.add_argument("--quick", action="store_true", help="0.1 s a run, once")
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--deadline", type=float, default=1e9, help="begin no model after so many seconds")
     parser.add_argument("--host", action="store_true")
     given = parser.parse_args()
     if given.quick:
-        given.seconds, given.repeats = 0.35, 1
+        given.seconds, given.repeats = 0.1, 1
     return given
 
 
@@ -254,7 +254,7 @@ async def main():
     figures = {}
     wanted = [name for name in given.only.split(",") if name]
     # A CPU takes seconds for what a GPU computes in milliseconds.
-    for subject in [replace(one, rows_max=8) for one in SUBJECTS] if given.host else SUBJECTS:
+    for subject in [replace(one, rows_max=2) for one in SUBJECTS] if given.host else SUBJECTS:
         path = path_of(subject, given)
         if (wanted and subject.name not in wanted) or not path.exists():
             continue

@@ -117,8 +117,8 @@ def grpc_body():
     return message.SerializeToString().hex()
 
 
-def cases(stack, folder, seconds):
-    """Return the cases by name: functions that measure once."""
+def cases(stack, folder, seconds, only):
+    """Return the cases by name whose name has ``only`` in it: functions that measure once."""
     mlp = mlp_onnx(Path(folder) / "mlp.onnx")
     http, rpc = free_port(), free_port()
     ours = stack.enter_context(
@@ -163,7 +163,7 @@ def cases(stack, folder, seconds):
         "gRPC no-op, 64": run(ours, f"grpc://127.0.0.1:{rpc}{method}", body=body),
         "grpc.aio alone, 64": run(bare["grpc"], f"grpc://127.0.0.1:{servers['grpc']}{method}", body=body),
     }
-    if find_spec("mosec") is not None:
+    if only in "Mosec no-op, 64" and find_spec("mosec") is not None:
         for name, model in (("no-op", ()), ("MLP", (mlp,))):
             port = free_port()
             peer = stack.enter_context(process("tests.benchmarks.mosec_server", port, *model))
@@ -179,15 +179,14 @@ def cases(stack, folder, seconds):
         "HTTP MLP, 256": (ours, web + INFER.format("mlp"), {"dim": 512, "connections": 256}),
         "websocket no-op, 64 x 16": (ours, sockets + SOCKET.format("noop"), {"depth": 16}),
     }
-    return made, half
+    return {name: run for name, run in made.items() if only in name}, half
 
 
 def main():
     options = arguments(__doc__, repeats=3, seconds=3.0, only="")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        made, half = cases(stack, folder, options.seconds)
-        made = {name: run for name, run in made.items() if options.only in name}
+        made, half = cases(stack, folder, options.seconds, options.only)
         results = in_turn(made, options.repeats, "serving")
         halves = {
             f"{name}, at half of that": lambda name=name, server=server, url=url, settings=settings: load(

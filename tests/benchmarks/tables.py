@@ -440,33 +440,6 @@ def six():
     )
 
 
-def extras():
-    """Yield what each extra takes on disk, and how long it takes to install."""
-    yield "extra", "for", "MB installed, with the core", "seconds"
-    found = figures("extras")
-    for name, said in EXTRAS.items():
-        shown = f"`{name}`" if name != "core" else "none"
-        yield shown, said, f"{found[name]['installed_mb']:,}", str(found[name]["seconds"])
-
-
-EXTRAS = {
-    "core": "`@asynctrt.batch`, Python functions as models, CUDA",
-    "cpu": "ONNX models on the CPU",
-    "gpu": "ONNX models on a GPU, in place of `cpu`; with CUDA's libraries",
-    "cli": "the command `asynctrt`",
-    "demo": "`asynctrt demo`",
-    "client": "`asynctrt.client`, which calls a server",
-    "serve": "`asynctrt serve`, `asynctrt.serving`",
-    "load": "`asynctrt load`, `asynctrt.loadtest`",
-    "otel": "spans of requests for OpenTelemetry",
-    "ray": "`asynctrt.ray`: engines on the machines of a Ray cluster",
-    "lean": "TensorRT's lean runtime, CUDA 13",
-    "dispatch": "TensorRT's dispatch runtime, CUDA 13",
-    "rtx": "TensorRT for RTX, CUDA 13",
-}
-"""What each extra is for, by its name."""
-
-
 def settings_of(cls, *, flag=False):
     """Return the function that yields the settings of a class: names, defaults and what they mean."""
 
@@ -585,7 +558,6 @@ def zoo_answers(found):
 
 TABLES = {
     "six": six,
-    "extras": extras,
     "options": settings_of(Options),
     "tensorrt-options": settings_of(TensorRTOptions),
     "onnx-options": settings_of(OnnxOptions),

@@ -46,7 +46,7 @@ async def loaded(model, dim, callers, seconds, **options):
     rows = np.zeros((1, dim), np.float32)
     async with asynctrt.open(model, **options) as engine:
         latencies_ns, elapsed_ns, own_ns, before_s, after_s = await asked_again(
-            engine.infer, [rows] * callers, seconds, look=cpu_s, warm_up_s=WARM_UP_S
+            engine.infer, [rows] * callers, seconds, look=cpu_s, warm_up_s=min(WARM_UP_S, 2 * seconds)
         )
     count = max(len(latencies_ns), 1)
     return {

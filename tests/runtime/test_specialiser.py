@@ -105,7 +105,7 @@ async def test_until_then_batches_have_few_sizes(path):
 
 async def test_until_then_contexts_keep_their_sizes_if_changes_take_long(path):
     """Arrivals at random would have a batch of another size planned each time."""
-    model = SpecialisedSessions(path, change_s=0.1)
+    model = SpecialisedSessions(path, change_s=0.05)
     model.capabilities = replace(model.capabilities, is_specialisable=False)
     async with opened(model, max_rows=16, graphs="auto") as engine:
         changes, batches = model.changes, engine.statistics().batches
@@ -127,14 +127,14 @@ async def test_what_only_the_first_batch_of_a_size_takes_is_no_change(path, monk
             def slow(binding, stream, batch):
                 if batch not in seen:
                     seen.add(batch)
-                    time.sleep(0.4)
+                    time.sleep(0.2)
                 put(binding, stream, batch)
 
             session.put = slow
             return session
 
-    async with opened(Slow(path, change_s=0.1), max_rows=16, graphs="auto") as engine:
-        assert 0.09 < engine._parts.calibration.change_ns / 1e9 < 0.2
+    async with opened(Slow(path, change_s=0.05), max_rows=16, graphs="auto") as engine:
+        assert 0.045 < engine._parts.calibration.change_ns / 1e9 < 0.15
 
 
 def held(path):
@@ -215,7 +215,7 @@ async def test_what_cannot_be_built_is_not_tried_for_ever(path, way, said, caplo
     caplog.set_level(logging.INFO)
     # Enough good ones for the shapes of outputs to be known.
     ways = ("good", way, *[way] * 3) if way == "wrong" else (way,)
-    times = {"wrong": {"change_s": 0.003}, "waits": {"batch_s": 0.02}}.get(way, {})
+    times = {"wrong": {"change_s": 0.003}, "waits": {"batch_s": 0.01}}.get(way, {})
     model = SpecialisedSessions(path, ways=ways, **times)
     async with opened(model) as engine:
         length = 2

@@ -17,7 +17,7 @@ from tests.simulation.engine import VirtualEngine
 from tests.simulation.latency import CostTable, Entry, LatencyModel
 from tests.simulation.timeline import Timeline
 
-SECONDS = 2.0
+SECONDS = 1.0
 ROWS_MAX = 8
 ASKS_AGAIN_NS = 50_000
 
@@ -200,7 +200,7 @@ class World:
 
 def flood(batch_ms, width=1):
     """Requests a second that are more than a device can compute."""
-    return 2 * width * ROWS_MAX / batch_ms * 1e3
+    return 1.5 * width * ROWS_MAX / batch_ms * 1e3
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -267,17 +267,17 @@ def test_a_flooded_one_does_not_starve_one_that_asks_little(kind):
     (alone,) = World(kind).run((None, 2.0, rate))
     beside = World(kind).run((1.0, 2.0, rate), (1.0, 6.0, flood(6.0, width)))[0]
     p99_ms = [float(np.percentile(one.took_ms, 99)) for one in (alone, beside)]
-    assert beside.answers == pytest.approx(alone.answers, rel=0.01)
+    assert beside.answers == pytest.approx(alone.answers, abs=4)
     # It waits for what is on the device, and computes beside what comes next.
     assert p99_ms[1] <= 2 * p99_ms[0] + (8 if "in_turn" in KINDS[kind] else 4) * 6.0
 
 
 @pytest.mark.parametrize("kind", EACH)
 def test_time_is_not_saved_up(kind):
-    """Who had nothing to do for a second gets his part from then on, and no more."""
+    """Whoever had nothing to do for half of the time gets their part from then on, and no more."""
     width = KINDS[kind].get("fit", KINDS[kind]["width"])
     world = World(kind)
-    world.late_s = {0: 1.0}
+    world.late_s = {0: SECONDS / 2}
     late, steady = world.run((1.0, 4.0, flood(4.0, width)), (1.0, 4.0, flood(4.0, width)))
     assert late.computed_ms / steady.computed_ms == pytest.approx(1 / 3, rel=0.15)
 

@@ -27,7 +27,7 @@ SIZES = (1, 4, ROWS_MAX)
 NOISE = 0.02
 """How much measurements of the same differ, as a part of them."""
 COPY_MS = 0.02
-SECONDS = 3.0
+SECONDS = 1.5
 BURST_NS = 200_000_000
 """How long nothing else comes after a burst."""
 
