@@ -32,7 +32,7 @@ FULL_MS = BASE_MS + ROW_MS * ROWS
 TARGET_MS = 3 * FULL_MS
 DELAY_MS = FULL_MS / 2
 CAPACITY = ROWS / FULL_MS * 1e3
-LOADS = (0.5, 0.75, 0.9, 1.0, 1.2, 1.5)
+LOADS = "0.5,0.75,0.9,1.0,1.2,1.5"
 REAL_LOADS = (0.5, 0.9, 1.5)
 WARMUP_S = 0.5
 KINDS = {"Poisson": at_random, "bursts": partial(in_bursts, period_s=0.5)}
@@ -135,12 +135,13 @@ def middle(runs, figure="goodput"):
 
 
 def main():
-    options = arguments(__doc__, seconds=8.0, seeds=10, real_seconds=6.0, repeats=3)
+    options = arguments(__doc__, seconds=8.0, seeds=10, real_seconds=6.0, repeats=3, loads=LOADS)
+    loads = [float(load) for load in options.loads.split(",")]
     seconds, seeds = options.seconds, range(options.seeds)
     found = {}
     for kind in KINDS:
         cases = {}
-        for load in LOADS:
+        for load in loads:
             for device, its in DEVICES.items():
                 for way, how in WAYS.items():
                     runs = [simulated(kind, load, seconds, seed, **how, **its) for seed in seeds]
@@ -151,13 +152,13 @@ def main():
         found[kind] = cases
         show(
             f"{kind}: share of capacity answered within {TARGET_MS:g} ms, and p99 in ms",
-            ("", *(f"{load:.0%}" for load in LOADS)),
+            ("", *(f"{load:.0%}" for load in loads)),
             [
                 (
                     name,
                     *(
                         f"{middle(by_load[str(load)]):.2f} {middle(by_load[str(load)], 'p99_ms'):.0f}"
-                        for load in LOADS
+                        for load in loads
                     ),
                 )
                 for name, by_load in cases.items()
@@ -166,7 +167,7 @@ def main():
         )
     real, lines = {}, []
     for way in ("work-conserving", "timeout until answer"):
-        for load in REAL_LOADS:
+        for load in sorted({*REAL_LOADS}.intersection(loads)):
             pairs = []
             for seed in range(options.repeats):
                 measured = uvloop.run(really(load, options.real_seconds, seed, **WAYS[way]))

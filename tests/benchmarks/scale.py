@@ -194,7 +194,7 @@ def settings():
         quick=False,
     )
     if options.quick:
-        options.fronts, options.connections, options.clients = "2x2,bare2", 32, 1
+        options.fronts, options.connections, options.clients = "2,bare2", 32, 1
         options.seconds, options.repeats = min(options.seconds, 0.3), 1
     return options
 

@@ -40,7 +40,6 @@ def options():
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two kills")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-timeout", type=float, default=1.0)
-    parser.add_argument("--settle", type=float, default=1.0, help="seconds before a fault, and after it")
     parser.add_argument("--only", default="")
     return parser.parse_args()
 
@@ -135,7 +134,7 @@ async def faulted(model, given, device, first, **settings):
     ) as engine:
         callers = Callers(engine)
         tasks = [asyncio.create_task(callers.call(number)) for number in range(8)]
-        await asyncio.sleep(given.settle)
+        await asyncio.sleep(1.0)
         began_s = time.perf_counter()
         try:
             if first is None:
@@ -147,7 +146,7 @@ async def faulted(model, given, device, first, **settings):
         except AsynctrtError as error:
             refused = type(error).__name__
         refused_s = time.perf_counter() - began_s
-        await asyncio.sleep(given.settle)
+        await asyncio.sleep(1.0)
         callers.is_over = True
         await asyncio.gather(*tasks)
         deaths = sum(worker.deaths for worker in engine.workers)

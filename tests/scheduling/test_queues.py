@@ -259,8 +259,10 @@ class TestSplitCalls:
     )
     def test_each_part_is_taken_once_and_in_order(self, events):
         queue, alive, calls, taken = queue_of(), [], [], []
-        events += [("take", 0, 0, 0)] * 500  # So many batches at the most.
-        for arrived, (what, choice, priority, deadline_ns) in enumerate(events):
+        last = [("take", 0, 0, 0)] * 500  # So many batches at the most.
+        for arrived, (what, choice, priority, deadline_ns) in enumerate(events + last):
+            if arrived > len(events) and not alive:
+                break
             keywords = {"priority": priority, "arrival_ns": arrived, "deadline_ns": deadline_ns}
             if what == "one":
                 alive.append(request(1 + choice % ROWS_MAX, **keywords))

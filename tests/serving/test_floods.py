@@ -72,7 +72,7 @@ class TestFrames:
     @pytest.mark.parametrize(("protocol", "element"), floods())
     async def test_a_flood_ends_its_connection(self, protocol, element):
         first, piece = floods()[protocol, element]
-        async with serving(write_timeout=0.5) as server, connected(server) as raw:
+        async with serving(write_timeout=0.1) as server, connected(server) as raw:
             raw.send(first)
             pouring = asyncio.create_task(pour(raw, piece * 200))
             said = await raw.ended()
