@@ -43,12 +43,11 @@ class Book:
 
 
 class Connection(asyncio.Protocol):
-    """Keep ``depth`` requests in flight or, if paced, send when told to."""
+    """Keep ``depth`` requests in flight."""
 
-    def __init__(self, book, depth, *, paced):
+    def __init__(self, book, depth):
         self.book = book
         self.depth = depth
-        self.paced = paced
         self.sent = []
         self.buffer = b""
         self.is_ready = asyncio.get_running_loop().create_future()
@@ -62,22 +61,19 @@ class Connection(asyncio.Protocol):
             self.is_ready.set_exception(ConnectionError("closed while connecting"))
 
     def start(self):
-        if not self.paced:
-            for _ in range(self.depth):
-                self.send(time.monotonic_ns())
+        for number in range(self.depth):
+            self.send(number)
 
     def answered(self, number, *, ok=True):
-        now_ns = time.monotonic_ns()
-        self.book.note(self.sent[number], now_ns)
+        self.book.note(self.sent[number], time.monotonic_ns())
         self.book.errors += not ok
-        return now_ns
 
 
 class Http(Connection):
     """Send one request after the other, so that answers need not be told apart."""
 
-    def __init__(self, book, depth, *, paced, url, dim, raw, text=b""):
-        super().__init__(book, depth, paced=paced)
+    def __init__(self, book, depth, *, url, dim, raw, text=b""):
+        super().__init__(book, depth)
         head = b"" if raw else b"{" + infer_head(dim)
         body = text or head + bytes(4 * dim)
         kind = b"json" if text else b"octet-stream"
@@ -86,16 +82,14 @@ class Http(Connection):
             b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/%s\r\n%s"
             b"Content-Length: %d\r\n\r\n%s" % (url.path.encode(), kind, length, len(body), body)
         )
-        self.waiting = []
 
     def connection_made(self, transport):
         super().connection_made(transport)
         self.is_ready.set_result(None)
 
-    def send(self, at_ns):
-        self.waiting.append(at_ns)
-        if len(self.waiting) == 1:
-            self.transport.write(self.request)
+    def send(self, number):
+        self.sent = [time.monotonic_ns()]
+        self.transport.write(self.request)
 
     def data_received(self, data):
         self.buffer += data
@@ -109,20 +103,16 @@ class Http(Connection):
             total = stop + 4 + int(head[start : end if end > 0 else stop])
             if len(self.buffer) < total:
                 return
-            self.sent = [self.waiting.pop(0)]
-            now_ns = self.answered(0, ok=self.buffer[9:12] == b"200")
+            self.answered(0, ok=self.buffer[9:12] == b"200")
             self.buffer = self.buffer[total:]
-            if not self.paced:
-                self.send(now_ns)
-            elif self.waiting:
-                self.transport.write(self.request)
+            self.send(0)
 
 
 class WebSocket(Connection):
     """Keep ``depth`` requests in flight, told apart by their ids."""
 
-    def __init__(self, book, depth, *, paced, url, dim, raw):
-        super().__init__(book, depth, paced=paced)
+    def __init__(self, book, depth, *, url, dim, raw):
+        super().__init__(book, depth)
         self.url = url
         self.raw = raw
         self.frames = []
@@ -133,8 +123,6 @@ class WebSocket(Connection):
             length = bytes([0x80 | len(message)]) if small else b"\xfe" + len(message).to_bytes(2, "big")
             self.frames.append(b"\x82" + length + bytes(4) + message)
         self.sent = [0] * depth
-        self.free = list(range(depth))
-        self.waiting = []
 
     def connection_made(self, transport):
         super().connection_made(transport)
@@ -144,12 +132,8 @@ class WebSocket(Connection):
             % self.url.path.encode()
         )
 
-    def send(self, at_ns):
-        if not self.free:
-            self.waiting.append(at_ns)
-            return
-        number = self.free.pop()
-        self.sent[number] = at_ns
+    def send(self, number):
+        self.sent[number] = time.monotonic_ns()
         self.transport.write(self.frames[number])
 
     def data_received(self, data):
@@ -172,12 +156,9 @@ class WebSocket(Connection):
                 break
             # An echo server returns the request, and ours an answer: both begin with the id.
             number = int(buffer[at + 11 : buffer.index(b'"', at + 11)])
-            now_ns = self.answered(number, ok=b'"error"' not in buffer[at : at + 40])
-            if not self.paced or self.waiting:
-                self.sent[number] = self.waiting.pop(0) if self.paced else now_ns
-                out.append(self.frames[number])
-            else:
-                self.free.append(number)
+            self.answered(number, ok=b'"error"' not in buffer[at : at + 40])
+            self.sent[number] = time.monotonic_ns()
+            out.append(self.frames[number])
             start = at + length
         self.buffer = buffer[start:]
         if out:
@@ -192,9 +173,7 @@ async def sockets(options, url, book):
     connections = []
     for _ in range(options.connections):
         _, connection = await loop.create_connection(
-            lambda: kind(
-                book, options.depth, paced=options.rate > 0, url=url, dim=options.dim, raw=options.raw
-            ),
+            lambda: kind(book, options.depth, url=url, dim=options.dim, raw=options.raw),
             url.hostname,
             url.port,
         )
@@ -203,20 +182,6 @@ async def sockets(options, url, book):
     for connection in connections:
         connection.start()
     return connections
-
-
-async def pace(options, connections, stop_ns):
-    """Send Poisson arrivals over all connections; the latency counts from when each was due."""
-    random = np.random.default_rng(1)
-    due_ns = time.monotonic_ns()
-    turn = 0
-    while due_ns < stop_ns:
-        now_ns = time.monotonic_ns()
-        while due_ns <= now_ns:
-            connections[turn % len(connections)].send(due_ns)
-            turn += 1
-            due_ns += int(random.exponential(1e9 / options.rate))
-        await asyncio.sleep(0)
 
 
 async def grpc_callers(options, url, book):
@@ -246,14 +211,8 @@ async def grpc_callers(options, url, book):
 async def run(options):
     url = urlsplit(options.url)
     book = Book()
-    if url.scheme == "grpc":
-        kept = await grpc_callers(options, url, book)
-    else:
-        kept = await sockets(options, url, book)
-    pacing = None
-    if options.rate > 0:
-        stop_ns = time.monotonic_ns() + int((OPEN_S + options.seconds) * 1e9)
-        pacing = asyncio.create_task(pace(options, kept, stop_ns))
+    connect = grpc_callers if url.scheme == "grpc" else sockets
+    kept = await connect(options, url, book)  # Tasks that nothing refers to would be collected.
     if options.told:
         print("connected", flush=True)
         opens_ns = int(await asyncio.to_thread(sys.stdin.readline))
@@ -264,8 +223,7 @@ async def run(options):
     print("open", flush=True)
     await asyncio.sleep(options.seconds)
     book.is_open, elapsed = False, time.monotonic() - began
-    if pacing is not None:
-        await pacing
+    del kept
     latencies = np.array(book.latencies_ns or [math.nan]) / 1e3
     count = len(book.latencies_ns)
     figures = {
@@ -288,7 +246,6 @@ def main():
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=3)
-    parser.add_argument("--rate", type=float, default=0)
     parser.add_argument("--raw", action="store_true", help="send the tensor alone")
     parser.add_argument("--body", default="", help="the message, in hex, for grpc, and for HTTP as JSON")
     parser.add_argument("--channels", type=int, default=1, help="connections, for grpc")

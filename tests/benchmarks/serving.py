@@ -23,7 +23,7 @@ import psutil
 from asynctrt.backends.function import FunctionModel
 from asynctrt.kserve.protobuf import message_classes
 from asynctrt.tensors import TensorSpec
-from tests.benchmarks.common import arguments, in_turn, median, report, save
+from tests.benchmarks.common import arguments, in_turn, report, save
 from tests.benchmarks.mlp import mlp_onnx
 from tests.helpers import free_port
 
@@ -174,28 +174,15 @@ def cases(stack, folder, seconds, only):
                 made[f"Mosec {name}, {connections}"] = run(
                     peer, url, connections=connections, dim=dim, raw=True
                 )
-    half = {
-        "HTTP no-op, 64": (ours, web + INFER.format("noop"), {}),
-        "HTTP MLP, 256": (ours, web + INFER.format("mlp"), {"dim": 512, "connections": 256}),
-        "websocket no-op, 64 x 16": (ours, sockets + SOCKET.format("noop"), {"depth": 16}),
-    }
-    return {name: run for name, run in made.items() if only in name}, half
+    return {name: run for name, run in made.items() if only in name}
 
 
 def main():
     options = arguments(__doc__, repeats=3, seconds=3.0, only="")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        made, half = cases(stack, folder, options.seconds, options.only)
+        made = cases(stack, folder, options.seconds, options.only)
         results = in_turn(made, options.repeats, "serving")
-        halves = {
-            f"{name}, at half of that": lambda name=name, server=server, url=url, settings=settings: load(
-                server, url, options.seconds, rate=median(results[name], "requests_per_s") / 2, **settings
-            )
-            for name, (server, url, settings) in half.items()
-            if name in made
-        }
-        results |= in_turn(halves, options.repeats, "at half load")
     formats = {"requests_per_s": ",.0f", "server_cpu_us": ".1f", "p50_us": ",.0f", "p99_us": ",.0f"}
     report("Serving", results, f"runs of {options.seconds:g} s in turn;", **formats)
     save(options.json, __doc__, results)

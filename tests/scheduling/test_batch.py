@@ -26,13 +26,6 @@ def test_everything_is_decided_when_it_leaves_the_scheduler():
     assert vars(decided).items() <= vars(plan.next_batch(70)).items()
 
 
-def test_its_requests_are_a_tuple_so_that_none_joins_later():
-    plan = scheduler()
-    for _ in range(3):
-        submit(plan)
-    assert isinstance(plan.next_batch(0).requests, tuple)
-
-
 def test_whether_it_is_timed_depends_on_the_rows_that_are_executed():
     """A model of a fixed size runs one size only, which is known after a few batches of any rows."""
     plan = scheduler(rows_max=4, rows_fixed=4)

@@ -842,7 +842,7 @@ async def test_a_storm_leaves_nothing_and_gets_right_answers(monkeypatch, caplog
     async with wide_serving(**limits) as server:
         memory, most = server.api.memory, 0
         clients = [Client(server, seed) for seed in range(24)]
-        running = asyncio.gather(*[client.run(12) for client in clients])
+        running = asyncio.gather(*[client.run(6) for client in clients])
         while not running.done():
             most = max(most, memory.nbytes)
             await asyncio.sleep(0)

@@ -31,8 +31,7 @@ __device__ unsigned long long now_ns() {
 
 // state[0]: blocks that have ended; state[1]: batches that have ended.
 extern "C" __global__ void work(const float* in, float* out, unsigned long long count,
-                                unsigned long long work_ns, unsigned int one_in, unsigned int times,
-                                unsigned int seed, volatile unsigned int* state,
+                                unsigned long long work_ns, unsigned int seed, volatile unsigned int* state,
                                 volatile unsigned long long* ended_ns, volatile unsigned int* arena) {
     unsigned long long begun_ns = now_ns();
     unsigned long long first = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
@@ -43,11 +42,6 @@ extern "C" __global__ void work(const float* in, float* out, unsigned long long 
     for (unsigned long long i = first; i < count; i += stride) out[i] = 2.0f * in[i];
     __syncthreads();
     if (threadIdx.x) return;
-    if (one_in) {
-        unsigned int hash = (batch + seed * 7919u) * 2654435761u;
-        hash ^= hash >> 15; hash *= 0x85ebca6bu; hash ^= hash >> 13;
-        if (hash % one_in == 0) work_ns *= times;
-    }
     while (now_ns() - begun_ns < work_ns) { }
     if (arena && arena[blockIdx.x] != mark) out[0] = __int_as_float(0x7fffffff);
     __threadfence();
@@ -96,8 +90,6 @@ class SpinModel(ModelBase):
     :param work_ns: how long a batch keeps its part of the device busy; a function of its rows, or one number.
     :param row: the dimensions of one row, float32.
     :param share: which share of the GPU's multiprocessors it takes.
-    :param outliers: ``(50, 5)``: one batch in 50, at random, takes 5 times as long.
-    :param enqueue_nbytes: how large the arenas have to be.
     """
 
     platform = "benchmark"
@@ -109,21 +101,15 @@ class SpinModel(ModelBase):
         *,
         row=(512,),
         share=1.0,
-        outliers=None,
-        enqueue_nbytes=ENQUEUE_NBYTES,
-        rows_fixed=None,
         rows_max=None,
     ):
         self.kernels = kernels
         self.work_ns = work_ns if callable(work_ns) else lambda rows: work_ns
         self.share = share
-        self.outliers = outliers or (0, 1)
         self.name = "spin"
         self.inputs = (TensorSpec("input", np.dtype("float32"), row),)
         self.outputs = (TensorSpec("output", np.dtype("float32"), row),)
-        self.capabilities = Capabilities(
-            is_capturable=True, enqueue_nbytes=enqueue_nbytes, rows_fixed=rows_fixed, rows_max=rows_max
-        )
+        self.capabilities = Capabilities(is_capturable=True, enqueue_nbytes=ENQUEUE_NBYTES, rows_max=rows_max)
         self.contexts = []
 
     def create_context(self, device):
@@ -184,9 +170,6 @@ class HostContext:
 
     def work(self, source, target, marks, work_ns):
         begun_ns = clock.now_ns()
-        one_in, times = self.model.outliers
-        if one_in and hash((self.batch, self.seed)) % one_in == 0:
-            work_ns *= times
         mark = (self.batch + 1) * 65536 + self.seed
         if marks is not None:
             marks[0] = mark
@@ -343,14 +326,11 @@ class CudaBinding:
         key = rows, 0 if arena is None else arena.address
         params = self._params.get(key)
         if params is None:
-            one_in, times = model.outliers
             params = self._params[key] = Arguments(
                 ("p", self.source),
                 ("p", self.target),
                 ("Q", rows * self.row_count),
                 ("Q", model.work_ns(rows)),
-                ("I", one_in),
-                ("I", times),
                 ("I", context.seed),
                 ("p", context.state.address),
                 ("p", context.stamp.address),
