@@ -200,11 +200,12 @@ async def test_turns_are_shorter_while_there_are_others(monkeypatch):
         async def turn():
             """Return how many messages are handled before others have their turn, 20 µs each."""
             taken.clear()
+            # The handshake took a part of this round's turn, which is long on a busy machine: begin another.
+            turns.charge(connection._session.account, turns.turn_ns)
+            await until(lambda: turns.left_ns(connection._session.account) == turns.turn_ns)
             connection.data_received(ping * 1000)
             handled = len(taken)
             await until(lambda: len(taken) == 1000)
-            turns.charge(connection._session.account, turns.turn_ns)
-            await until(lambda: turns.left_ns(connection._session.account) == turns.turn_ns)
             return handled
 
         assert 0.8 * LONE_TURN_NS / 20_000 < await turn() <= LONE_TURN_NS / 20_000
