@@ -63,6 +63,8 @@ REMOVED_OPTIONS: Final = {
     "shapes": "onnx={'shapes': {...}} names shapes that come often",
     "max_waiting": "max_memory limits the bytes of requests that wait, and max_queue_rows their rows",
     "min_rate": "a client has to read 1 KiB a second, over write_timeout",
+    "share_by": "several tokens distinguish clients, otherwise their addresses do, or a header that a proxy "
+    "sets, with client_header",
     "max_tensors": "a request may name as many tensors as its model has",
     "waiting": "the loop finds completions itself, as waiting='adaptive' did",
     "shared": "onnx={'shared': [...]} says so of an ONNX model",

@@ -53,14 +53,11 @@ class Caller:
         "account",
         "address",
         "client",
-        "connection",
         "received_nbytes",
     )
 
     def __init__(self, address: Hashable = None) -> None:
         self.address = address
-        self.connection = object()
-        """An identity that tells this connection from others."""
         self.client: Hashable = address
         """The client of the latest request; the address until a request has been admitted."""
         self.account: ClientAccount | None = None

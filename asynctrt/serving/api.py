@@ -64,11 +64,6 @@ HEALTH: Final = b"/v2/health/"
 MODELS: Final = b"/v2/models/"
 PLAIN_MODELS: Final = b"/v1/models/"
 REPOSITORY: Final = b"/v2/repository/models/"
-ELSEWHERE: Final = (
-    *("/trace/setting", "/generate", "/generate_stream"),
-    *("/metadata", ":classify", ":regress", ":explain"),
-)
-"""Routes of models in Triton, TensorFlow Serving and KServe V1 that this server does not implement."""
 VERBS: Final = frozenset({"infer", "ready", "config", "stats", "ws"})
 PREDICT: Final = ":predict"
 INFERENCES: Final = frozenset({"infer", "predict"})
@@ -77,17 +72,12 @@ HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::[0-9]*)?", re
 """A ``Host`` header: an IPv6 address in brackets, or another name, and optionally a port."""
 PAGE: Final = re.compile(rb"https?://([^/?#@\s]+)")
 """The origin of a page that a server may have sent itself, and its host. A proxy may have added TLS."""
-HOSTS_MAX: Final = 64
-"""Accepted ``Host`` headers that are cached."""
 NO_WEBSOCKET: Final = (
     "this path is a websocket: connect with ws://, or send Upgrade: websocket and Connection: Upgrade, which "
     "proxies such as nginx do not pass on by themselves"
 )
 CANCELLED_STATUS: Final = 499
 """Status of a cancelled request: nginx's code for a client that closed the connection."""
-
-SIMPLE_TYPES: Final = (b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
-"""Content types that a browser lets any page send without a preflight."""
 
 CORS_HEADERS: Final = (
     "Authorization, Content-Encoding, Content-Type, Inference-Header-Content-Length, traceparent, "
@@ -191,8 +181,6 @@ class Api:
     packer: ClientThreads = field(default_factory=lambda: ClientThreads("asynctrt-compress"))
     memory: MemoryLimit = field(init=False)
     turns: Turns = field(default_factory=Turns)
-    _hosts: set[bytes] = field(default_factory=set)
-    _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
     tokens_version: int = 0
     """Changes whenever a token may have been revoked."""
     _tokens: frozenset[bytes] = frozenset()
@@ -200,13 +188,11 @@ class Api:
     _token_key: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     _client_header: bytes = b""
     _is_by_token: bool = False
-    _is_by_connection: bool = False
 
     def __post_init__(self) -> None:
         self.use_tokens(self.settings.tokens)
         self.memory = MemoryLimit(self.settings.max_memory or default_limit(self.settings))
         self._client_header = (self.settings.client_header or "").lower().encode()
-        self._is_by_connection = self.settings.share_by == "connection"
 
     def _digest(self, token: bytes) -> bytes:
         return hmac.digest(self._token_key, token, "sha256")
@@ -221,8 +207,7 @@ class Api:
         self._tokens = frozenset(self._digest(token.encode()) for token in tokens)
         self.tokens_version += 1
         # A single token for everyone does not tell clients apart.
-        share_by = self.settings.share_by
-        self._is_by_token = share_by == "token" or (share_by == "auto" and len(self._tokens) > 1)
+        self._is_by_token = len(self._tokens) > 1
 
     @property
     def drain(self) -> str:
@@ -250,9 +235,7 @@ class Api:
         Call this only for authorized requests: before that, anyone could claim any name.
         """
         name = self.named(headers)
-        if name is not None:
-            return name
-        return caller.connection if self._is_by_connection else caller.address
+        return caller.address if name is None else name
 
     def identify(self, caller: Caller, headers: Headers) -> ClientAccount:
         """Return the account of a request's client, and make it the connection's account."""
@@ -266,22 +249,11 @@ class Api:
 
     def route(self, path: bytes) -> ModelRoute | None:
         """Parse a model's path; ``None`` if it is not one."""
-        known = self._routes.get(path)
-        if known is not None or not self.has_models:
-            return known
-        if path.startswith(MODELS):
-            route = _route(path)
-        elif path.startswith(PLAIN_MODELS):
-            route = _plain_route(path)
-        else:
+        if not self.has_models:
             return None
-        if route is not None and len(self._routes) < 1024:
-            try:
-                self.repository.find(route.name, route.version)
-            except AsynctrtError:
-                return route  # Not cached: clients can make up any number of such paths.
-            self._routes[path] = route
-        return route
+        if path.startswith(MODELS):
+            return _route(path)
+        return _plain_route(path) if path.startswith(PLAIN_MODELS) else None
 
     def is_slow(self, route: ModelRoute, headers: Headers, body: Body) -> bool:
         """Return whether to use :meth:`begin_slow`, because decoding would block the event loop."""
@@ -457,7 +429,7 @@ class Api:
         """
         if path.startswith(HEALTH):
             return
-        if self.checks_hosts and headers.get(b"host", b"") not in self._hosts:
+        if self.checks_hosts:
             self._check_host(headers.get(b"host", b""))
         if b"origin" in headers:
             self._check_origin(headers)
@@ -527,22 +499,14 @@ class Api:
         return bool(origin and allowed) and ("*" in allowed or origin.decode("latin-1") in allowed)
 
     def check_sender(self, headers: Headers) -> None:
-        """Refuse to change the served models for a page whose requests a browser sends without a preflight.
+        """Refuse to change the served models for a page of another site, even if it sends no ``Origin``.
 
-        Browsers from before 2020 send no ``Origin`` with forms. Other programs do not claim to be Mozilla.
-
-        :raises UnauthorizedError: if the request could come from such a page.
+        :raises UnauthorizedError: if the browser says that the request comes from such a page.
         """
         if self._tokens or b"origin" in headers:
             return  # :meth:`authorize` has checked it.
-        site = headers.get(b"sec-fetch-site", b"none")
-        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        is_browser = headers.get(b"user-agent", b"").startswith(b"Mozilla/")
-        if site not in (b"none", b"same-origin") or (is_browser and kind in SIMPLE_TYPES):
-            raise ForeignError(
-                "models are not loaded and unloaded for a page that any site could have: send Content-Type: "
-                "application/json, or require a token with --tokens"
-            )
+        if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+            raise ForeignError("models are not loaded and unloaded for pages of other sites")
 
     def _check_host(self, host: bytes) -> None:
         """Refuse host names that are not this server's.
@@ -560,8 +524,6 @@ class Api:
                     f"this server does not answer as {text:.200}, as any name can be made to lead to it: "
                     "allow the name with --allow-hosts, or require a token with --tokens"
                 )
-        if len(self._hosts) < HOSTS_MAX:
-            self._hosts.add(host)
 
     async def _respond(
         self,
@@ -620,8 +582,6 @@ class Api:
         caller: Caller,
         hold: Hold | None,
     ) -> Answer:
-        if route.verb in ("", "status") and route.name.endswith(ELSEWHERE):
-            self._refuse_elsewhere(route)
         _allow(method, "POST" if route.verb in INFERENCES else "GET", ASKED_AT.get(route.verb, ""))
         if route.verb in INFERENCES:
             return await self.infer(route, headers, body, caller, hold)
@@ -663,13 +623,6 @@ class Api:
         ]
         content = {"name": route.name, "ready": is_ready, "model_version_status": versions}
         return json_answer(content, 200 if is_ready else 503)
-
-    def _refuse_elsewhere(self, route: ModelRoute) -> None:
-        """Refuse routes that look like a model's metadata or status, unless a model has that name."""
-        try:
-            self.repository.find(route.name, route.version)
-        except UnknownModelError:
-            raise UnsupportedError(f"this server does not implement {route.name:.200}") from None
 
     def describe(self, verb: str, name: str, version: str) -> dict[str, Any]:
         """Return a model's metadata (no verb) or its ``config``."""

@@ -27,7 +27,6 @@ TIMER_MS_MAX: Final = 2**31 - 2
 ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 """A page's origin, as browsers send it."""
 OnDeviceLost = Literal["report", "exit"]
-ShareBy = Literal["auto", "token", "address", "connection"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -199,19 +198,13 @@ class ServerSettings:
         bytes.""",
     )
 
-    share_by: ShareBy = setting(
-        default="auto",
-        check=choice(*get_args(ShareBy)),
-        doc="""What tells clients apart, who share models, memory and the server's time equally when there is
-        not enough: their ``token``, their ``address`` (of IPv6, their network), or each ``connection``.
-        ``auto``: ``token`` if there are several, else ``address``. The connections of one client share what
-        it gets.""",
-    )
     client_header: str | None = setting(
         default=None,
         check=TEXT.or_none,
         doc="""A header that names the client, for a server behind a proxy that sets it and lets no client set
-        it, such as ``X-Real-IP``. Requests without it are shared by ``share_by``. Default: none.""",
+        it, such as ``X-Real-IP``. Clients share models, memory and the server's time equally when there is
+        not enough. Default: several tokens distinguish clients, otherwise their addresses do (of IPv6,
+        their networks).""",
     )
     request_timeout: float = setting(
         default=60.0,

@@ -194,17 +194,15 @@ async def test_too_much_is_refused_to_who_floods():
         assert b"this client has the most" in refused
 
 
-@pytest.mark.parametrize("share_by", ["address", "connection"])
-async def test_who_is_a_client(share_by):
-    """By address, one with many connections is one client; by connection it is many."""
+async def test_connections_of_an_address_are_one_client():
     held = Held()
-    async with held.serving(share_by=share_by) as server, AsyncExitStack() as stack:
+    async with held.serving() as server, AsyncExitStack() as stack:
         gate = server.repository.find("double").admission.gate
         for _ in range(COUNT):
             raw = await stack.enter_async_context(connected(server))
             raw.send(infer(1))
         await until(lambda: server.api.in_flight == COUNT)
-        assert len(gate._clients) == (1 if share_by == "address" else COUNT)
+        assert len(gate._clients) == 1
         held.device.open()
         await until(lambda: not server.api.in_flight)
 

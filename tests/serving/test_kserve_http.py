@@ -547,8 +547,6 @@ class TestErrors:
                 lambda: client.get_cuda_shared_memory_status(),
                 lambda: client.get_trace_settings(),
                 lambda: client.update_trace_settings(settings={"trace_rate": "1"}),
-                lambda: client.get_trace_settings("double"),
-                lambda: client.update_trace_settings("double"),
                 lambda: client.get_log_settings(),
                 lambda: client.update_log_settings({"log_verbose_level": 1}),
             )
@@ -556,14 +554,6 @@ class TestErrors:
                 status, text = await refusal(call())
                 assert status == 501
                 assert "this server does not implement" in text
-
-    async def test_generating_is_not_there_either(self):
-        """Triton's extension for language models; only a browser or curl asks for it."""
-        async with serving() as server:
-            for verb in ("generate", "generate_stream"):
-                status, _, body = await ask(server, f"/v2/models/double/{verb}", b'{"text_input": "a"}')
-                assert status == 501
-                assert "does not implement" in json.loads(body)["error"]
 
     async def test_tensors_in_shared_memory_and_classes(self, kind):
         async with talking(kind) as (_, client):

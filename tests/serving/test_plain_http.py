@@ -143,8 +143,6 @@ class TestPredict:
             assert (status, headers["allow"]) == (405, "GET")
             status, answer = await predict(server, ROWS, "/v1/models/none:predict", **token)
             assert (status, "known models: 'double'" in answer["error"]) == (404, True)
-            for path in ("double:classify", "double:regress", "double:explain", "double/metadata"):
-                assert (await predict(server, ROWS, f"/v1/models/{path}", **token))[0] == 501
 
     async def test_models_with_several_tensors(self):
         def work(inputs):
