@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from asynctrt._util import clock
 from asynctrt._util.validation import timeout_ns_of
+from asynctrt.core.splitting import SplitAnswer
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError, once_begun
 from asynctrt.kserve.codec import DecodedRequest, ModelCodec
@@ -30,9 +31,6 @@ MIXED_FACTOR: Final = 8
 
 LANES_MAX: Final = 16
 """Lanes cached for a connection: one for each model and client that its requests name."""
-
-JOIN_ON_LOOP_NBYTES_MAX: Final = 4 << 20
-"""Answers to a split request up to this total size are joined on the event loop."""
 
 DRAIN_NS: Final = 100_000_000
 """Time for which an estimate of when there is room again is reused."""
@@ -222,49 +220,25 @@ class Inference(Ticket):
 
 
 class _Part(Ticket):
-    """One batch of a request that has more rows than a batch, at the gate."""
+    """One batch of a request that has more rows than a batch, at the gate, so that others run in between."""
 
-    __slots__ = ("future", "inputs", "whole")
+    __slots__ = ("inference", "inputs", "submitted", "turn")
 
-    def __init__(self, whole: "_Whole", inputs: dict[str, Array], rows: int) -> None:
-        inference = whole.inference
-        super().__init__(
-            inference.lane,
-            rows,
-            priority=inference.priority,
-            deadline_ns=inference.deadline_ns,
-        )
-        self.whole = whole
-        self.inputs = inputs
-        self.future: asyncio.Future[InferResult] | None = None
-
-
-class _Whole:
-    """A request that waits in parts, so that other requests can run in between."""
-
-    __slots__ = ("future", "inference", "left", "parts")
-
-    def __init__(self, inference: Inference, future: "_WholeAnswer") -> None:
+    def __init__(
+        self,
+        inference: Inference,
+        inputs: dict[str, Array],
+        rows: int,
+        submitted: "list[asyncio.Future[InferResult]]",
+    ) -> None:
+        super().__init__(inference.lane, rows, priority=inference.priority, deadline_ns=inference.deadline_ns)
         self.inference = inference
-        self.future = future
-        self.parts: list[_Part] = []
-        self.left = 0
-        """Parts not answered yet."""
-
-
-class _WholeAnswer(asyncio.Future[InferResult]):
-    """The answer to a request that waits in parts. Cancelling it cancels the parts."""
-
-    admission: "Admission"
-    whole: _Whole
-    parts: "list[asyncio.Future[InferResult]]"
-    """The futures of the parts submitted to the engine so far."""
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        if not super().cancel(msg):
-            return False
-        self.admission.drop_parts(self.whole)
-        return True
+        self.inputs = inputs
+        self.submitted = submitted
+        """The engine's answers to the parts that were submitted to it so far."""
+        self.turn: asyncio.Future[asyncio.Future[InferResult]]
+        self.turn = asyncio.get_running_loop().create_future()
+        """Resolved to the engine's answer once it is submitted, or fails if it is refused before."""
 
 
 class Admission:
@@ -283,7 +257,6 @@ class Admission:
         self._is_filling = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = NO_DEADLINE_NS
-        self._joining: set[asyncio.Task[InferResult]] = set()
         self._closed = ""
         self._empty: asyncio.Event = asyncio.Event()
         self._empty.set()
@@ -369,16 +342,6 @@ class Admission:
             self._refuse(inference, None)
             self._note_empty()
 
-    def drop_parts(self, whole: _Whole) -> None:
-        """Cancel the remaining parts of a request that is done, failed or cancelled."""
-        parts, whole.parts = whole.parts, []
-        for part in parts:
-            if part.future is not None:
-                part.future.cancel()
-            else:
-                self.gate.leave(part)
-        self._note_empty()
-
     async def drain(self) -> None:
         """Refuse new requests, and return once none is waiting."""
         self._closed = f"{self._engine.name!r} is draining: send to another engine"
@@ -417,20 +380,45 @@ class Admission:
             self._fill()  # The engine is empty, so nothing will end and admit this request.
 
     def _wait_in_parts(self, inference: Inference) -> None:
-        gate = self.gate
-        future = _WholeAnswer(loop=asyncio.get_running_loop())
-        future.admission = self
-        future.whole = whole = _Whole(inference, future)
-        future.parts = []
-        inference.go_on(future)
-        inputs, rows = inference.request.inputs, inference.rows
+        gate, rows, axes = self.gate, inference.rows, self._axes
+        parts: list[_Part] = []
+        submitted: list[asyncio.Future[InferResult]] = []
         for start in range(0, rows, gate.batch_rows):
             span = slice(start, start + gate.batch_rows)
-            part = {name: _part_of(array, span, self._axes[name]) for name, array in inputs.items()}
-            whole.parts.append(_Part(whole, part, min(gate.batch_rows, rows - start)))
-        whole.left = len(whole.parts)
-        for one in whole.parts:
-            gate.wait(one)
+            inputs = inference.request.inputs.items()
+            part = {name: _part_of(array, span, axes[name]) for name, array in inputs}
+            parts.append(_Part(inference, part, min(gate.batch_rows, rows - start), submitted))
+            gate.wait(parts[-1])
+        answer = SplitAnswer(self._answer_in_parts(parts, submitted), loop=asyncio.get_running_loop())
+        answer.parts = submitted
+        # A task that is cancelled before it starts runs none of its code.
+        answer.add_done_callback(lambda _: self._give_up_parts(parts, submitted))
+        inference.go_on(answer)
+
+    async def _answer_in_parts(
+        self, parts: list[_Part], submitted: "list[asyncio.Future[InferResult]]"
+    ) -> InferResult:
+        """Wait for the answers to all parts of a request, and join them."""
+        try:
+            results = await asyncio.gather(*[_answer_of(part.turn) for part in parts])
+        except AsynctrtError as error:
+            made = once_begun(error) if submitted else error
+            if made is error:
+                raise
+            raise made from error
+        finally:
+            self._give_up_parts(parts, submitted)
+        return await asyncio.to_thread(self._join, results)
+
+    def _give_up_parts(self, parts: list[_Part], submitted: "list[asyncio.Future[InferResult]]") -> None:
+        """Cancel the parts that have not ended, and empty their list: an error's traceback refers to it."""
+        while parts:
+            part = parts.pop()
+            self.gate.leave(part)
+            part.turn.cancel()
+        for future in submitted:
+            future.cancel()
+        self._note_empty()
 
     def _fill(self) -> None:
         """Admit as many waiting requests as there is room for."""
@@ -443,10 +431,13 @@ class Admission:
     def _launch(self, ticket: Ticket) -> None:
         """Submit a request to the engine when its turn has come."""
         assert isinstance(ticket, Inference | _Part)
+        if isinstance(ticket, _Part) and ticket.turn.done():  # Its request was cancelled just now.
+            self.ended(ticket)
+            return
         timeout = None
         if ticket.deadline_ns != NO_DEADLINE_NS:
             timeout = max(1, ticket.deadline_ns - clock.now_ns()) / 1e9
-        request = (ticket.whole.inference if isinstance(ticket, _Part) else ticket).request
+        request = (ticket.inference if isinstance(ticket, _Part) else ticket).request
         inputs = ticket.inputs if isinstance(ticket, _Part) else request.inputs
         try:
             future = self._engine.submit(
@@ -459,62 +450,31 @@ class Admission:
             return
         if isinstance(ticket, _Part):
             ticket.inputs = {}
-            ticket.future = future
-            ticket.whole.future.parts.append(future)
-            future.add_done_callback(partial(self._part_ended, ticket))
+            ticket.submitted.append(future)
+            future.add_done_callback(lambda _: self.ended(ticket))
+            ticket.turn.set_result(future)
         else:
             ticket.go_on(future)
 
     def _refuse(self, ticket: Ticket, error: AsynctrtError | None) -> None:
         """Fail a request that no longer waits with ``error``; if ``None``, cancel it."""
+        assert isinstance(ticket, Inference | _Part)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if isinstance(ticket, _Part):
-            whole = ticket.whole
-            if error is not None and not whole.future.done():
-                has_begun = any(part.future is not None for part in whole.parts)
-                whole.future.set_exception(once_begun(error) if has_begun else error)
-            self.drop_parts(whole)
-            return
-        assert isinstance(ticket, Inference)
-        future: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
-        if error is None:
+            future = ticket.turn
+        if error is None or future.done():
             future.cancel()
         else:
             future.set_exception(error)
-        ticket.go_on(future)
-
-    def _part_ended(self, part: _Part, done: "asyncio.Future[InferResult]") -> None:
-        """Continue with a request when one of its parts has ended."""
-        self.ended(part)
-        whole = part.whole
-        whole.left -= 1
-        error = None if done.cancelled() else done.exception()
-        if whole.future.done():
-            return
-        if done.cancelled():
-            whole.future.cancel()
-        elif error is not None:
-            whole.future.set_exception(once_begun(error))
-            self.drop_parts(whole)
-        elif not whole.left:
-            parts, whole.parts = whole.parts, []
-            results = [part.future.result() for part in parts if part.future is not None]
-            if sum(array.nbytes for one in results for array in one.values()) <= JOIN_ON_LOOP_NBYTES_MAX:
-                _finish(whole.future, partial(self._join, results))
-            else:
-                joining = asyncio.create_task(asyncio.to_thread(self._join, results))
-                self._joining.add(joining)
-                joining.add_done_callback(partial(self._joined, whole.future))
-
-    def _joined(self, future: "asyncio.Future[InferResult]", task: "asyncio.Task[InferResult]") -> None:
-        self._joining.discard(task)
-        _finish(future, task.result)
+        if isinstance(ticket, Inference):
+            ticket.go_on(future)
 
     def _expire(self) -> None:
         """Refuse requests whose timeout has expired."""
         now_ns = clock.now_ns()
         for ticket in self.gate.due(now_ns):
             assert isinstance(ticket, Inference | _Part)
-            inference = ticket if isinstance(ticket, Inference) else ticket.whole.inference
+            inference = ticket if isinstance(ticket, Inference) else ticket.inference
             waited_ms = (now_ns - inference.began_ns) / 1e6
             self.expired += 1
             self._refuse(
@@ -584,11 +544,6 @@ def _part_of(array: Array, rows: slice, axis: int | None) -> Array:
     return array if axis is None else array[(slice(None),) * axis + (rows,)]
 
 
-def _finish(future: "asyncio.Future[InferResult]", work: Callable[[], InferResult]) -> None:
-    """Resolve the future with what ``work`` returns or raises."""
-    if future.done():
-        return
-    try:
-        future.set_result(work())
-    except Exception as error:
-        future.set_exception(error)
+async def _answer_of(turn: "asyncio.Future[asyncio.Future[InferResult]]") -> InferResult:
+    """Wait until a part of a request was submitted, and then for its answer."""
+    return await (await turn)
