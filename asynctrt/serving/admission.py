@@ -44,10 +44,7 @@ class Caller:
 
     __slots__ = (
         "__weakref__",
-        "_gate",
-        "_lane",
         "_lanes",
-        "_name",
         "account",
         "address",
         "client",
@@ -63,10 +60,6 @@ class Caller:
         self.received_nbytes = 0
         """Memory held for the message being handled; released afterwards."""
         self._lanes: dict[tuple[Gate, Hashable], ConnectionShare] = {}
-        # The lane of the latest request: the next request usually has the same.
-        self._gate: Gate | None = None
-        self._name: Hashable = None
-        self._lane: ConnectionShare | None = None
 
     def __repr__(self) -> str:
         return f"<Caller {self.address!r}>"
@@ -74,21 +67,15 @@ class Caller:
     @property
     def has_much_waiting(self) -> bool:
         """Whether to pause reading from this connection: it has more requests waiting than its turns need."""
-        lane = self._lane
-        if lane is None or (not lane.waiting and len(self._lanes) == 1):
-            return False
         return any(lane.has_much_waiting for lane in self._lanes.values())
 
     def lane(self, gate: Gate, name: Hashable) -> ConnectionShare:
         """Return the connection's lane at a gate, for the client called ``name``."""
-        if gate is self._gate and name is self._name and self._lane is not None:
-            return self._lane
         lane = self._lanes.get((gate, name))
         if lane is None:
             if len(self._lanes) >= LANES_MAX:
                 self._lanes.clear()
             lane = self._lanes[gate, name] = gate.lane(name)
-        self._gate, self._name, self._lane = gate, name, lane
         return lane
 
 

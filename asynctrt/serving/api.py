@@ -4,7 +4,6 @@ Inference begins with :meth:`Api.begin` and ends with its future, so protocol ca
 other request goes to :meth:`Api.respond`.
 """
 
-import asyncio
 import hmac
 import ipaddress
 import logging
@@ -716,9 +715,7 @@ class Api:
                 return decompress(body, min(OFF_LOOP_NBYTES_MIN, nbytes_max))
         if not await hold.reserve(min(nbytes_max, inflated_nbytes_max(len(body)))):
             raise QueueFullError(self.memory.refuse())
-        loop = asyncio.get_running_loop()
-
-        inflated = await self.packer.run(partial(decompress, body, nbytes_max, loop), client, hold)
+        inflated = await self.packer.run(partial(decompress, body, nbytes_max), client, hold)
         hold.set(len(inflated))
         return inflated
 

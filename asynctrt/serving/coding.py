@@ -1,6 +1,5 @@
 """Compress and decompress bodies, within limits on memory and on event loop time."""
 
-import asyncio
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -40,10 +39,9 @@ def is_compressed(body: bytes) -> bool:
     return body[:2] == GZIP or (body[:1] == ZLIB and int.from_bytes(body[:2], "big") % 31 == 0)
 
 
-def decompress(body: Body, nbytes_max: int, loop: asyncio.AbstractEventLoop | None = None) -> Body:
+def decompress(body: Body, nbytes_max: int) -> Body:
     """Decompress a body that was compressed with gzip or zlib.
 
-    :param loop: the event loop that releases a large result, if not the running one.
     :raises TooLargeError: if the result would be larger than ``nbytes_max``.
     :raises RequestError: if it was not compressed with either, or is truncated.
     """
@@ -62,7 +60,7 @@ def decompress(body: Body, nbytes_max: int, loop: asyncio.AbstractEventLoop | No
             nbytes += len(piece)
             if assembly is None and nbytes >= ASSEMBLED_NBYTES_MIN:
                 # Of the largest possible size: memory that is never written costs nothing.
-                assembly = Assembly(min(nbytes_max + 1, inflated_nbytes_max(len(body))), loop)
+                assembly = Assembly(min(nbytes_max + 1, inflated_nbytes_max(len(body))))
                 for one in pieces:
                     assembly.add(one)
                 pieces.clear()

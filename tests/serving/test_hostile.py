@@ -203,9 +203,9 @@ class TestTheLoopIsNotHeld:
         threads = []
         decompress = api_module.decompress
 
-        def watched(body, nbytes_max, loop=None):
+        def watched(body, nbytes_max):
             threads.append((threading.current_thread() is threading.main_thread(), nbytes_max))
-            return decompress(body, nbytes_max, loop)
+            return decompress(body, nbytes_max)
 
         monkeypatch.setattr(api_module, "decompress", watched)
         async with serving() as server:

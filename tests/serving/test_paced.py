@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-import threading
-import weakref
 import zlib
 
 import numpy as np
@@ -12,7 +10,6 @@ from websockets.asyncio.client import connect
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import RequestError, TooLargeError
-from asynctrt.serving import assembly as assembly_module
 from asynctrt.serving import paced
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.coding import DEFLATED_NBYTES, INFLATED_NBYTES, decompress
@@ -312,38 +309,6 @@ def test_an_assembly_takes_no_more_than_was_announced():
     with pytest.raises(ValueError, match="structures"):
         assembly.add(b"de")
     assert bytes(assembly.whole()) == b"abc"
-
-
-async def test_memory_is_given_back_by_a_thread_when_the_last_of_a_message_is_gone(monkeypatch):
-    freed = []
-    forget = assembly_module._forget
-    monkeypatch.setattr(
-        assembly_module, "_forget", lambda mapped: freed.append(threading.get_ident()) or forget(mapped)
-    )
-    whole = Assembly(4 * MIB)
-    whole.add(b"abcd")
-    mapped = weakref.ref(whole._memory.obj.base.obj)
-    tensor = np.frombuffer(whole.whole(), np.uint8)[1:3]
-    del whole
-    await asyncio.sleep(0)
-    assert not freed
-    assert tensor.tobytes() == b"bc"
-    del tensor
-    await until(lambda: mapped() is None)
-    assert len(freed) == 1
-    assert freed != [threading.get_ident()]
-
-
-async def test_memory_goes_in_any_thread_and_without_a_loop():
-    one = Assembly(MIB)
-    thread = threading.Thread(target=lambda held: held.clear(), args=([one],))
-    del one
-    thread.start()
-    thread.join()
-    await asyncio.sleep(0)
-    closed = asyncio.new_event_loop()
-    closed.close()
-    Assembly(MIB, closed)
 
 
 @pytest.mark.parametrize("level", [0, 9])
