@@ -300,7 +300,7 @@ def test_a_client_needs_no_server():
     assert "aiohttp" not in loaded_by("import asynctrt.client")
 
 
-def test_a_websocket_in_an_application_needs_no_server():
-    """An application has its own server: mounting the endpoint loads no HTTP parser, gRPC or metrics."""
-    code = "from asynctrt.serving import websocket_endpoint; websocket_endpoint(lambda: None)"
+def test_kserve_in_an_application_needs_no_server():
+    """An application has its own server: mounting the protocols loads no HTTP parser, gRPC or metrics."""
+    code = "from asynctrt.serving import kserve_app; kserve_app(lambda: None)"
     assert not loaded_by(code) & {"grpc", "google", "httptools", "prometheus_client", "websockets", "typer"}

@@ -308,7 +308,7 @@ def test_a_model_in_starlette(tmp_path, monkeypatch):
     app = names_of("embedding.md", "app = Starlette(")["app"]
 
     async def run():
-        async with running(app) as where, connect(f"ws://{where}/ws") as client:
+        async with running(app) as where, connect(f"ws://{where}/kserve/v2/ws") as client:
             return await client.infer("model", {"input": rows(4)})
 
     assert bounded(run())["output"].tolist() == rows(8).tolist()

@@ -7,8 +7,7 @@ As a server::
 
 Or inside your ASGI application::
 
-    routes = [WebSocketRoute("/ws", websocket_endpoint(engine)), Mount("/", kserve_app(engine))]
-    app = Starlette(routes=routes)
+    app = Starlette(routes=[Mount("/kserve", kserve_app(engine))])
 """
 
 from importlib import import_module
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from asynctrt.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from asynctrt.serving.asgi import kserve_app, websocket_endpoint
+    from asynctrt.serving.asgi import kserve_app
     from asynctrt.serving.disconnect import CancelOnDisconnect
     from asynctrt.serving.folder import ModelFolder
     from asynctrt.serving.repository import Repository
@@ -30,7 +29,6 @@ __all__ = [
     "Server",
     "ServerSettings",
     "kserve_app",
-    "websocket_endpoint",
 ]
 
 
@@ -40,7 +38,6 @@ MODULES: Final = {
     "Repository": "repository",
     "Server": "server",
     "kserve_app": "asgi",
-    "websocket_endpoint": "asgi",
 }
 
 

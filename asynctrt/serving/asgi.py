@@ -1,7 +1,7 @@
 """Serve the protocols in your own ASGI application: Starlette, FastAPI, uvicorn, hypercorn, ...
 
-An engine belongs to an event loop, and an application is created before the loop. So both functions accept
-either an engine or a function that returns one, which is called when a client connects.
+An engine belongs to an event loop, and an application is created before the loop. So :func:`kserve_app` also
+accepts a function that returns an engine, which is called when a client connects.
 """
 
 import asyncio
@@ -19,12 +19,10 @@ from asynctrt.serving.responses import ID_HEADER
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.websocket import (
     MESSAGE_TOO_BIG,
-    PATH,
     POLICY_VIOLATION,
     SUBPROTOCOL,
     Message,
     WebSocketSession,
-    authorize,
     authorize_route,
 )
 
@@ -42,23 +40,6 @@ def kserve_app(engine: Source, *, name: str = "model", settings: ServerSettings 
     :param settings: limits and tokens; the ASGI server determines addresses and timeouts.
     """
     return KServeApp(engine, name, settings or ServerSettings())
-
-
-def websocket_endpoint(
-    engine: Source, *, name: str = "model", settings: ServerSettings | None = None
-) -> "WebSocketEndpoint":
-    """Return an ASGI application that serves one engine over a websocket.
-
-    ``WebSocketRoute("/ws", websocket_endpoint(engine))`` in Starlette,
-    ``app.add_websocket_route("/ws", websocket_endpoint(engine))`` in FastAPI. The messages are described in
-    ``asynctrt/serving/websocket.py``.
-
-    :param engine: an open engine, or a function that returns it. With a :class:`Repository`, each message
-        names its model.
-    :param name: the model's name in answers.
-    :param settings: limits, tokens and ``allow_origins``.
-    """
-    return WebSocketEndpoint(engine, name, settings or ServerSettings())
 
 
 class _Found:
@@ -79,10 +60,6 @@ class _Found:
             self._engine = engine
         return self._api
 
-    def route(self) -> ModelRoute | None:
-        """Return the websocket's model route if there is one engine; ``None`` for a repository."""
-        return None if isinstance(self._engine, Repository) else ModelRoute(self._name, "", "ws")
-
     def _repository(self, engine: Engine | Repository) -> Repository:
         if isinstance(engine, Repository):
             return engine
@@ -91,31 +68,6 @@ class _Found:
         repository = Repository(self.settings)
         repository.add(self._name, engine)
         return repository
-
-
-class WebSocketEndpoint:
-    """The ASGI application that :func:`websocket_endpoint` returns."""
-
-    def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
-        self._found = _Found(source, name, settings)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "websocket":
-            lines = [(b"upgrade", b"websocket"), (b"content-type", b"text/plain")]
-            await send({"type": "http.response.start", "status": 426, "headers": lines})
-            await send(
-                {"type": "http.response.body", "body": b"this path is a websocket: connect with ws://"}
-            )
-            return
-        api = self._found.api()
-        headers = _headers(scope)
-
-        def enter() -> ModelRoute | None:
-            authorize(api, PATH, headers)
-            return self._found.route()
-
-        await _serve_websocket(api, enter, headers, receive, send, scope.get("client"))
 
 
 class KServeApp:
@@ -132,9 +84,7 @@ class KServeApp:
         elif scope["type"] == "websocket":
             api, path, headers = self._found.api(), _path(scope), _headers(scope)
             api.ids.of(headers)
-            await _serve_websocket(
-                api, lambda: authorize_route(api, path, headers), headers, receive, send, scope.get("client")
-            )
+            await _serve_websocket(api, path, headers, receive, send, scope.get("client"))
         else:
             await self._respond(scope, receive, send)
 
@@ -204,7 +154,7 @@ async def _read_body(receive: Receive, nbytes_max: int, hold: Hold) -> bytes:
 
 async def _serve_websocket(
     api: Api,
-    enter: Callable[[], ModelRoute | None],
+    path: bytes,
     headers: Headers,
     receive: Receive,
     send: Send,
@@ -212,7 +162,7 @@ async def _serve_websocket(
 ) -> None:
     await receive()  # The first event is websocket.connect.
     try:
-        route = enter()
+        route = authorize_route(api, path, headers)
     except AsynctrtError:
         # Closing before accepting makes the ASGI server answer with status 403.
         await send({"type": "websocket.close", "code": POLICY_VIOLATION})

@@ -4,8 +4,8 @@
     python examples/browser/identify_files.py        # then open http://127.0.0.1:8080/
 
 The model is the one that magika ships. The application is plain Starlette. The engine opens and closes with
-it; its websocket is one route. The page makes the model's rows out of the files itself, so that a file of any
-size is a message of 8 KiB.
+it; KServe's routes include its websocket. The page makes the model's rows out of the files itself, so that a
+file of any size is a message of 8 KiB.
 """
 
 import sys
@@ -17,12 +17,12 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import Mount, Route
 
 import asynctrt
 from asynctrt.cli.demo import ContentModel
 from asynctrt.client import JAVASCRIPT
-from asynctrt.serving import websocket_endpoint
+from asynctrt.serving import kserve_app
 
 HERE = Path(__file__).parent
 MODEL = ContentModel()
@@ -69,7 +69,7 @@ app: Starlette = Starlette(
         Route("/asynctrt.js", client),
         Route("/model.json", describe),
         # A function, as the engine exists only once the application has started.
-        WebSocketRoute("/ws", websocket_endpoint(lambda: app.state.engine)),
+        Mount("/kserve", kserve_app(lambda: app.state.engine)),
     ],
     lifespan=lifespan,
 )

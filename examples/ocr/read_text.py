@@ -24,13 +24,13 @@ from PIL import Image, ImageOps
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import Mount, Route
 
 import asynctrt
 from asynctrt import Array, Engine, InputError, Pipeline, TensorSpec
 from asynctrt.client import JAVASCRIPT
 from asynctrt.pipeline import Call
-from asynctrt.serving import websocket_endpoint
+from asynctrt.serving import kserve_app
 
 HERE = Path(__file__).parent
 SIDE = 640
@@ -217,7 +217,7 @@ app: Starlette = Starlette(
     routes=[
         Route("/", page),
         Route("/asynctrt.js", client),
-        WebSocketRoute("/ws", websocket_endpoint(lambda: app.state.reader)),
+        Mount("/kserve", kserve_app(lambda: app.state.reader)),
     ],
     lifespan=lifespan,
 )

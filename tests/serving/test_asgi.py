@@ -8,12 +8,12 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
-from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.routing import Mount, Route
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import asynctrt
-from asynctrt.serving import Repository, ServerSettings, kserve_app, websocket_endpoint
+from asynctrt.serving import Repository, ServerSettings, kserve_app
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model
@@ -51,18 +51,19 @@ async def test_a_websocket_in_an_application_whose_engine_opens_with_it():
     async def index(request):
         return PlainTextResponse("hello")
 
-    endpoint = websocket_endpoint(lambda: app.state.engine)
-    app = Starlette(routes=[Route("/", index), WebSocketRoute("/ws", endpoint)], lifespan=lifespan)
+    mounted = Mount("/kserve", kserve_app(lambda: app.state.engine))
+    app = Starlette(routes=[Route("/", index), mounted], lifespan=lifespan)
     async with running(app) as address:
-        async with connect(f"ws://{address}/ws", proxy=None) as socket, asyncio.timeout(WAIT_S):
+        url = f"{address}/kserve/v2/models/model/ws"
+        async with connect(f"ws://{url}", proxy=None) as socket, asyncio.timeout(WAIT_S):
             for number in range(20):
                 await socket.send(binary(number, id=str(number)))
                 await socket.send(text(number, id=f"t{number}"))
             read_all = [read(await socket.recv()) for _ in range(40)]
             answers = {content["id"]: values for content, values in read_all}
             assert answers["t7"] == answers["7"] == [14]
-        async with aiohttp.ClientSession() as session, session.get(f"http://{address}/ws") as response:
-            assert response.status in (404, 426)
+        async with aiohttp.ClientSession() as session, session.get(f"http://{url}") as response:
+            assert response.status == 426
 
 
 async def test_kserve_beside_other_routes():
