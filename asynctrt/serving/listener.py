@@ -29,9 +29,6 @@ HANDSHAKE_S: Final = 10.0
 RETRY_S: Final = 1.0
 """Delay before accepting again after a failure, such as too many open files."""
 
-NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
-"""The process, or the system, is out of file descriptors."""
-
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -54,7 +51,6 @@ class Listener:
         """The listening sockets."""
         self._listening = [socket.socket(fileno=os.dup(one.fileno())) for one in self.sockets]
         self._paused: set[asyncio.TimerHandle] = set()
-        self._spare: int | None = _spare()
         self._tell_s = 0.0
         # Accepted connections that the hub does not have yet.
         self._opening: dict[asyncio.Task[None], socket.socket] = {}
@@ -75,9 +71,6 @@ class Listener:
             one.close()
         for timer in self._paused:
             timer.cancel()
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
         self._server.close()
 
     def abort(self) -> None:
@@ -98,8 +91,6 @@ class Listener:
                 continue
             except OSError as error:
                 self._tell(error)
-                if error.errno in NO_DESCRIPTORS and self._refuse(listening):
-                    continue
                 hub.loop.remove_reader(listening)
                 self._paused = {timer for timer in self._paused if timer.when() > hub.loop.time()}
                 self._paused.add(hub.loop.call_later(RETRY_S, self._resume, listening))
@@ -112,24 +103,6 @@ class Listener:
                 address = address_of(peer)
                 hub.greet(address, task, task.cancel)
                 task.add_done_callback(partial(hub.strangers.give_back, address))
-
-    def _refuse(self, listening: socket.socket) -> bool:
-        """Refuse a connection for lack of file descriptors; return whether that was possible.
-
-        Otherwise it would wait until other connections close.
-        """
-        if self._spare is None:
-            return False
-        os.close(self._spare)
-        self._spare = None
-        try:
-            with contextlib.suppress(OSError):
-                listening.accept()[0].close()
-                self._hub.refused += 1
-        finally:
-            with contextlib.suppress(OSError):
-                self._spare = _spare()
-        return self._spare is not None
 
     def _tell(self, error: OSError) -> None:
         """Log why connections are not accepted, at intervals."""
@@ -156,11 +129,6 @@ class Listener:
         accepted = self._opening.pop(task)
         if task.cancelled():
             accepted.close()  # The task may not have begun.
-
-
-def _spare() -> int:
-    """Return a spare file descriptor, to be closed when there are no others."""
-    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def cannot_listen(host: str, port: int, error: Exception, option: str) -> UsageError:
