@@ -177,7 +177,6 @@ class Api:
     """Returns the statistics of all fronts, if this server is one of several."""
     ids: RequestIds = field(default_factory=RequestIds)
     worker: ClientThreads = field(default_factory=ClientThreads)
-    packer: ClientThreads = field(default_factory=lambda: ClientThreads("asynctrt-compress"))
     memory: MemoryLimit = field(init=False)
     turns: Turns = field(default_factory=Turns)
     tokens_version: int = 0
@@ -715,7 +714,7 @@ class Api:
                 return decompress(body, min(OFF_LOOP_NBYTES_MIN, nbytes_max))
         if not await hold.reserve(min(nbytes_max, inflated_nbytes_max(len(body)))):
             raise QueueFullError(self.memory.refuse())
-        inflated = await self.packer.run(partial(decompress, body, nbytes_max), client, hold)
+        inflated = await self.worker.run(partial(decompress, body, nbytes_max), client, hold)
         hold.set(len(inflated))
         return inflated
 
@@ -731,7 +730,7 @@ class Api:
         if coding is None or any(name == "Content-Encoding" for name, _ in answer.headers):
             return answer
         work = partial(compress, coding, answer.body)
-        body = await self.packer.run(work, client) if nbytes >= OFF_LOOP_NBYTES_MIN else work()
+        body = await self.worker.run(work, client) if nbytes >= OFF_LOOP_NBYTES_MIN else work()
         added = (("Content-Encoding", coding), ("Vary", "Accept-Encoding"))
         return answer._replace(headers=answer.headers + added, body=(body,))
 

@@ -42,12 +42,10 @@ class ClientThreads:
 
     Its callers bound the number of waiting pieces: one message per connection. Work that is cancelled while
     it waits never begins.
-
-    :param name: the name of the threads.
     """
 
-    def __init__(self, name: str = "asynctrt-decode") -> None:
-        self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix=name)
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="asynctrt-decode")
         self._free = asyncio.Semaphore(THREADS)
         # By client: only one of its pieces waits for a thread, so that clients take turns.
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
