@@ -42,21 +42,23 @@ def kserve_app(engine: Source, *, name: str = "model", settings: ServerSettings 
     return KServeApp(engine, name, settings or ServerSettings())
 
 
-class _Found:
-    """Create the API for the application's engine or repository when it is first needed."""
+class KServeApp:
+    """The ASGI application that :func:`kserve_app` returns."""
 
     def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
         self._source = source
         self._name = name
-        self.settings = settings
+        self._settings = settings
         self._api: Api | None = None
         self._engine: Engine | Repository | None = None
+        self._respond = CancelOnDisconnect(self._answer)
 
     def api(self) -> Api:
+        """Return the API for the engine or repository, created when it is first needed."""
         source = self._source
         engine = source if isinstance(source, Engine | Repository) else source()
         if self._api is None or engine is not self._engine:
-            self._api = Api(self._repository(engine), self.settings)
+            self._api = Api(self._repository(engine), self._settings)
             self._engine = engine
         return self._api
 
@@ -65,24 +67,16 @@ class _Found:
             return engine
         if not isinstance(engine, Engine):
             raise UsageError(f"expected an open engine, or a function that returns one, not {show(engine)}")
-        repository = Repository(self.settings)
+        repository = Repository(self._settings)
         repository.add(self._name, engine)
         return repository
-
-
-class KServeApp:
-    """The ASGI application that :func:`kserve_app` returns."""
-
-    def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
-        self._found = _Found(source, name, settings)
-        self._respond = CancelOnDisconnect(self._answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or one connection."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "websocket":
-            api, path, headers = self._found.api(), _path(scope), _headers(scope)
+            api, path, headers = self.api(), _path(scope), _headers(scope)
             api.ids.of(headers)
             await _serve_websocket(api, path, headers, receive, send, scope.get("client"))
         else:
@@ -90,7 +84,7 @@ class KServeApp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
-        api, path, headers = self._found.api(), _path(scope), _headers(scope)
+        api, path, headers = self.api(), _path(scope), _headers(scope)
         request_id = api.ids.of(headers)
         caller = Caller(address_of(scope.get("client")))
         answer = api.preflight(scope["method"].encode(), headers)

@@ -703,7 +703,7 @@ class TestServer:
         settings = ServerSettings(max_body=2 * ROW_NBYTES, max_memory=4 * ROW_NBYTES)
         async with asynctrt.open(double_model(dims=(COLUMNS,))) as engine:
             app = kserve_app(engine, name="double", settings=settings)
-            memory = app._found.api().memory
+            memory = app.api().memory
             others = Hold(memory.account("others"), 4 * ROW_NBYTES)
             async with asyncio.timeout(WAIT_S):
                 serving_it = asyncio.create_task(app(scope_of(), take, send))
@@ -734,7 +734,7 @@ class TestServer:
         settings = ServerSettings(max_body=2 * ROW_NBYTES, max_memory=16 * ROW_NBYTES)
         async with asynctrt.open(double_model(dims=(COLUMNS,)), device=device) as engine:
             app = kserve_app(engine, name="double", settings=settings)
-            memory = app._found.api().memory
+            memory = app.api().memory
             scope = scope_of(**({"content_encoding": "gzip"} if packed else {}))
             async with asyncio.timeout(WAIT_S):
                 serving_it = asyncio.create_task(app(scope, take, send))
