@@ -1,4 +1,4 @@
-"""The limits of this process's container, and the memory that the process may use."""
+"""The memory that this process may use, on its machine or in its container."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,18 +21,6 @@ class Cgroup:
             for controller in controllers.split(","):
                 self._paths[controller] = path.lstrip("/")
 
-    def quota_cores(self) -> float | None:
-        """Return the CPU quota in cores, or ``None`` without a quota."""
-        found = []
-        for folder in self._folders("cpu"):
-            quota, _, period = (text_of(folder / "cpu.max") or "").partition(" ")
-            if not quota:
-                quota = text_of(folder / "cpu.cfs_quota_us") or ""
-                period = text_of(folder / "cpu.cfs_period_us") or ""
-            if quota.isdigit() and period.isdigit() and int(period):
-                found.append(int(quota) / int(period))
-        return min(found, default=None)
-
     def memory_limit(self) -> int | None:
         """Return the memory limit in bytes, or ``None`` without a limit."""
         found = []
@@ -42,31 +30,6 @@ class Cgroup:
                 if limit.isdigit() and int(limit) < V1_UNLIMITED:
                     found.append(int(limit))
         return min(found, default=None)
-
-    def memory_used(self) -> int | None:
-        """Return the memory in use in bytes, without file caches that could be dropped."""
-        for folder in self._folders("memory"):
-            for name, files in (
-                ("memory.current", "inactive_file"),
-                ("memory.usage_in_bytes", "total_inactive_file"),
-            ):
-                used = text_of(folder / name) or ""
-                if used.isdigit():
-                    return max(0, int(used) - (field_of(folder / "memory.stat", files) or 0))
-        return None
-
-    def oom_kills(self) -> int | None:
-        """Return how many of the group's processes were killed because it ran out of memory."""
-        told = self.count("memory.events", "oom_kill", "memory")
-        return self.count("memory.oom_control", "oom_kill", "memory") if told is None else told
-
-    def count(self, file: str, name: str, controller: str) -> int | None:
-        """Return a number from the nearest group that reports it."""
-        for folder in self._folders(controller):
-            value = field_of(folder / file, name)
-            if value is not None:
-                return value
-        return None
 
     def _folders(self, controller: str) -> Iterator[Path]:
         """Yield the folders of the groups, innermost first. In a container only some are visible."""

@@ -234,23 +234,22 @@ def _doctor(
         typer.Option(help="The device that has to work, host or cuda:0."),
     ] = None,
     timeout: Annotated[float, _time_option("How long each probe may take.")] = DOCTOR_TIMEOUT_S,
-    strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Examine this machine, and say what to do about each finding.
 
-    It looks at the driver, GPUs, packages and limits. Whatever may crash or hang is tried in a child process.
+    It looks at the driver, packages and engines. Whatever may crash or hang is tried in a child process.
     The exit status is 0 without errors, even with warnings, and 3 with errors.
     """
     with err.status("Examining this machine"):
         report = diagnose(device, timeout=timeout)
     if as_json:
-        out.print_json(json.dumps(report.as_json(strict=strict)))
+        out.print_json(json.dumps(report.as_json()))
     else:
         for level, line in report.lines():
             is_first = line[:1] not in ("", " ")
             _say(line, LEVEL_STYLES[level] if level and is_first else None)
-    raise typer.Exit(report.status(strict=strict))
+    raise typer.Exit(report.status)
 
 
 _add(_doctor, "asynctrt doctor", "asynctrt doctor --device cuda:0 && asynctrt serve ...")

@@ -7,7 +7,7 @@ them and touches nothing else. :func:`diagnose` does both.
 import re
 from typing import Final
 
-from asynctrt.doctor.checks import drivers, engines, gpus, machine, packages
+from asynctrt.doctor.checks import drivers, engines, packages
 from asynctrt.doctor.facts import Facts, gather
 from asynctrt.doctor.findings import SICK, Finding, Findings, Level
 from asynctrt.errors import OptionsError, show
@@ -41,5 +41,5 @@ def diagnose(device: str | None = None, *, timeout: float = TIMEOUT_S) -> Findin
 def conclude(facts: Facts) -> Findings:
     """Return the report that follows from the facts."""
     # Earlier findings explain later ones.
-    checks = (drivers.check, gpus.check, packages.check, machine.check, engines.check)
+    checks = (drivers.check, packages.check, engines.check)
     return Findings(tuple(finding for check in checks for finding in check(facts)))

@@ -11,12 +11,15 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.cgroup import text_of
 from asynctrt.backends.tensorrt_options import FLAVOURS
 from asynctrt.doctor.children import ProbeOutcome, ask, kill
-from asynctrt.doctor.machine import Machine, read_machine
 
 PACKAGES: Final = ("onnxruntime", "cuda.bindings.driver")
 """The packages whose import is tried, besides TensorRT's own."""
+
+NVIDIA: Final = "0x10de"
+"""NVIDIA's vendor id on the PCI bus."""
 
 Ask = Callable[..., ProbeOutcome]
 
@@ -30,11 +33,11 @@ class Facts:
     """The device that must work, if the user named one."""
     python: str
     """The version of Python."""
-    machine: Machine
+    gpu_signs: tuple[str, ...]
+    """``/dev/nvidia*``, ``/dev/dxg`` of WSL, and the PCI paths of NVIDIA's GPUs."""
     distributions: Mapping[str, str]
     """The versions of installed packages, by name in lower case with hyphens."""
     driver: ProbeOutcome
-    nvml: ProbeOutcome
     packages: Mapping[str, ProbeOutcome]
     """The outcome of importing each package of TensorRT and each of ``PACKAGES``."""
     engines: Mapping[str, ProbeOutcome]
@@ -49,7 +52,17 @@ class Facts:
     def expects_gpu(self) -> bool:
         """Whether there is a GPU, or the user wants one."""
         is_named = (self.device or "").startswith("cuda")
-        return bool(is_named or self.machine.gpu_signs or self.gpus)
+        return bool(is_named or self.gpu_signs or self.gpus)
+
+
+def find_gpu_signs(root: Path = Path("/")) -> Iterator[Path]:
+    """Yield the files by which the operating system shows a GPU, even without a driver."""
+    yield from sorted((root / "dev").glob("nvidia*"))
+    yield from (root / "dev").glob("dxg")
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+        # Classes 0x0300 and 0x0302: with a screen and without. A GPU has an audio device beside it.
+        if text_of(device / "vendor") == NVIDIA and (text_of(device / "class") or "").startswith("0x03"):
+            yield device
 
 
 def gather(*, device: str | None = None, timeout_s: float, ask: Ask = ask) -> Facts:
@@ -73,7 +86,6 @@ def gather(*, device: str | None = None, timeout_s: float, ask: Ask = ask) -> Fa
         ThreadPoolExecutor(1) as alone,
         _interruptible(running, pool, alone),
     ):
-        nvml = pool.submit(run, "nvml")
         driver = run("driver")
         gpus = [f"cuda:{ordinal}" for ordinal in range(len(driver.value["devices"]) if driver.value else 0)]
         # Without a GPU, no TensorRT runtime can be made; the findings about the driver cover that.
@@ -89,12 +101,11 @@ def gather(*, device: str | None = None, timeout_s: float, ask: Ask = ask) -> Fa
             env=env,
             device=device,
             python=platform.python_version(),
-            machine=read_machine(),
+            gpu_signs=tuple(map(str, find_gpu_signs())),
             distributions={
                 str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in distributions()
             },
             driver=driver,
-            nvml=nvml.result(),
             packages={name: future.result() for name, future in packages.items()},
             engines={name: future.result() for name, future in engines.items()},
         )

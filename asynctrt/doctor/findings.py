@@ -66,23 +66,20 @@ class Findings:
 
     findings: tuple[Finding, ...]
 
-    def status(self, *, strict: bool = False) -> int:
-        """Return the exit status: 0, or ``SICK`` if there is an error.
-
-        :param strict: whether warnings count as errors.
-        """
-        counts = self.counts()
-        return SICK if Level.ERROR in counts or (strict and Level.WARNING in counts) else 0
+    @property
+    def status(self) -> int:
+        """The exit status: 0, or ``SICK`` if there is an error."""
+        return SICK if Level.ERROR in self.counts() else 0
 
     def counts(self) -> dict[str, int]:
         """Return the number of findings of each level that occurs, the worst level first."""
         found = Counter(finding.level for finding in self.findings)
         return {level.value: found[level] for level in reversed(Level) if found[level]}
 
-    def as_json(self, *, strict: bool = False) -> dict[str, Any]:
-        """Return the report as plain values, with its :meth:`status`."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as plain values, with its :attr:`status`."""
         findings = [asdict(finding) for finding in self.findings]
-        return {"status": self.status(strict=strict), "counts": self.counts(), "findings": findings}
+        return {"status": self.status, "counts": self.counts(), "findings": findings}
 
     def lines(self, width: int = WIDTH) -> Iterator[tuple[Level | None, str]]:
         """Yield the report as lines of text, each with the level of its finding; ``None`` for the summary.

@@ -1,4 +1,4 @@
-"""The memory that a process may have; tests/doctor/test_machine.py tries the rest of a container's limits."""
+"""The memory that a process may have."""
 
 import pytest
 
@@ -21,3 +21,38 @@ def test_the_least_of_the_machines_and_the_containers_counts(tmp_path, total_kib
 
 def test_a_system_that_does_not_tell(tmp_path):
     assert memory_nbytes(tmp_path) is None
+
+
+V2 = {"proc/self/cgroup": "0::/pod/app\n"}
+V1 = {"proc/self/cgroup": "4:memory:/docker/1\n2:cpu,cpuacct:/docker/1\n1:name=systemd:/\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (V2 | {"sys/fs/cgroup/pod/memory.max": "777\n", "sys/fs/cgroup/pod/app/memory.max": "max\n"}, 777),
+        (
+            {
+                "proc/self/cgroup": "0::/../../../system.slice/docker-1.scope\n",
+                "sys/fs/cgroup/memory.max": "5000\n",
+            },
+            5000,
+        ),
+        (
+            V1
+            | {
+                "sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes": "777\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            },
+            777,
+        ),
+        (V2 | {"sys/fs/cgroup/memory.max": "\n", "proc/meminfo": "MemTotal: many\n"}, None),
+    ],
+    ids=["a group above it", "a container that sees only its own group", "version 1", "nonsense"],
+)
+def test_the_limit_of_a_container(tmp_path, files, expected):
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert memory_nbytes(tmp_path) == expected

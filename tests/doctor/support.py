@@ -7,31 +7,9 @@ from dataclasses import replace
 from asynctrt.doctor import conclude
 from asynctrt.doctor.children import Ending, ProbeOutcome
 from asynctrt.doctor.facts import Facts
-from asynctrt.doctor.machine import Machine
 from tests.helpers import needed
 
-GIB = 1 << 30
-
-MACHINE = Machine(
-    usable_cores=16,
-    quota_cores=None,
-    memory_nbytes=128 * GIB,
-    memory_limit_nbytes=64 * GIB,
-    memory_used_nbytes=8 * GIB,
-    oom_kills=0,
-    descriptors=1 << 20,
-    gpu_signs=("/dev/nvidia0", "/dev/nvidiactl"),
-)
-
-GPU = {"name": "NVIDIA H200", "major": 9, "minor": 0, "compute_mode": 0}
-
-TOLD = {
-    "name": "NVIDIA H200",
-    "free_nbytes": 138 * GIB,
-    "total_nbytes": 140 * GIB,
-    "mig": 0,
-    "mig_parts": 0,
-}
+GPU = {"name": "NVIDIA H200", "major": 9, "minor": 0}
 
 COPIED = {"is_right": True, "ms": {"copied": 5.0}}
 ENGINE = {"is_right": True, "ms": {"opened": 300.0, "answered": 1.0}}
@@ -53,10 +31,6 @@ def driver(version=13000, gpus=(GPU,), code=0, name=""):
     return answered({"version": version, "devices": list(gpus), "init": {"code": code, "name": name}})
 
 
-def nvml(**changes):
-    return answered({"gpus": [{**TOLD, **changes}]})
-
-
 def package(version, told=None, **more):
     path = "/site/tensorrt_libs/libnvinfer.so"
     libraries = {"library": path, "library_version": told or version, "runtime_error": None}
@@ -69,7 +43,7 @@ HEALTHY = Facts(
     env={},
     device=None,
     python="3.11.7",
-    machine=MACHINE,
+    gpu_signs=("/dev/nvidia0", "/dev/nvidiactl"),
     distributions={
         "numpy": "2.4.6",
         "tensorrt-cu13": "11.4.0.106",
@@ -78,7 +52,6 @@ HEALTHY = Facts(
         "onnxruntime": "1.32.0",
     },
     driver=driver(),
-    nvml=nvml(),
     packages={
         "tensorrt": package("11.4.0.106"),
         "tensorrt_lean": MISSING,
@@ -101,9 +74,7 @@ def report(**changes):
     made = {}
     for name, value in changes.items():
         before = getattr(HEALTHY, name)
-        if name == "machine":
-            made[name] = replace(MACHINE, **value)
-        elif isinstance(before, dict) and isinstance(value, dict):
+        if isinstance(before, dict) and isinstance(value, dict):
             made[name] = {**before, **value}
         else:
             made[name] = value
@@ -112,16 +83,14 @@ def report(**changes):
 
 def without_gpu(**changes):
     """Return the report about a machine without a GPU or driver."""
-    machine = {"gpu_signs": (), **changes.pop("machine", {})}
-    missing = "OSError: {}: cannot open shared object file: No such file or directory"
+    missing = "OSError: libcuda.so.1: cannot open shared object file: No such file or directory"
     return report(
         **{
-            "driver": failed(missing.format("libcuda.so.1")),
-            "nvml": failed(missing.format("libnvidia-ml.so.1")),
+            "driver": failed(missing),
             "engines": {"cuda:0": failed("DeviceUnavailableError")},
+            "gpu_signs": (),
             **changes,
-        },
-        machine=machine,
+        }
     )
 
 

@@ -38,7 +38,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _missing(facts: Facts) -> Finding:
-    outcome, signs = facts.driver, facts.machine.gpu_signs
+    outcome, signs = facts.driver, facts.gpu_signs
     if outcome.ending is not Ending.FAILED or "cannot open shared object file" not in outcome.said:
         return error(
             "driver.broken",
@@ -57,13 +57,12 @@ def _missing(facts: Facts) -> Finding:
 
 def _started(facts: Facts) -> Iterator[Finding]:
     init, gpus, visible = facts.driver.value["init"], facts.gpus, facts.env.get("CUDA_VISIBLE_DEVICES")
-    count = len((facts.nvml.value or {}).get("gpus", ()))
-    is_hidden = visible is not None and (count > len(gpus) or not gpus)
+    is_hidden = visible is not None and not gpus
     if is_hidden:
-        yield (note if gpus else error)(
+        yield error(
             "driver.hidden",
-            f"CUDA_VISIBLE_DEVICES is {visible!r}: CUDA shows {len(gpus)} of {count or 'all'} GPUs, numbered "
-            "from cuda:0. The list ends at the first GPU that does not exist",
+            f"CUDA_VISIBLE_DEVICES is {visible!r}, and CUDA shows no GPU. The list ends at the first GPU "
+            "that does not exist",
             "Unset the variable, or name the GPUs by the numbers or UUIDs of nvidia-smi -L",
         )
     said = f"CUDA {_dotted(_supported(facts))}"

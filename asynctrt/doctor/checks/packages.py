@@ -11,9 +11,6 @@ from asynctrt.doctor.children import Ending
 from asynctrt.doctor.facts import Facts
 from asynctrt.doctor.findings import Finding, error, note, ok, warning
 
-PYTHON_MAX: Final = (3, 13)
-"""The latest Python that asynctrt is tested with."""
-
 CORE: Final = ("anyio", "cuda-core", "cuda-python", "numpy", "uvloop")
 """The packages that asynctrt requires."""
 
@@ -41,12 +38,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 def _core(facts: Facts) -> Iterator[Finding]:
     """Yield findings about Python and the packages that asynctrt requires."""
     found = {name: facts.distributions.get(name, "not installed") for name in CORE}
-    said = f"Python {facts.python}; {_listed(found)}"
-    if _numbers(facts.python)[:2] > PYTHON_MAX:
-        fix = f"Use Python {PYTHON_MAX[0]}.{PYTHON_MAX[1]} if something fails"
-        yield warning("python", f"{said}. asynctrt is not tested with this Python", fix)
-    else:
-        yield ok("python", said)
+    yield ok("python", f"Python {facts.python}; {_listed(found)}")
     broken = _broken(facts, "cuda.bindings.driver", "cuda_python")
     if broken:
         yield broken

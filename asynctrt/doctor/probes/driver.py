@@ -3,7 +3,7 @@
 import ctypes
 from typing import Any, Final
 
-ATTRIBUTES: Final = {"major": 75, "minor": 76, "compute_mode": 20}
+ATTRIBUTES: Final = {"major": 75, "minor": 76}
 """Attributes of a device by their numbers in ``CUdevice_attribute``."""
 
 
