@@ -1,16 +1,15 @@
-"""Describe the server as OpenAPI 3.1, from its models' inputs and outputs; serve the page that tries it."""
+"""Describe the server and its models as OpenAPI 3.1; serve the page that tries it."""
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, Final
 from urllib.parse import quote
-from weakref import ref
 
 import numpy as np
 
 import asynctrt
-from asynctrt.kserve.datatypes import TEXT, datatype_of
+from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import dump
 from asynctrt.kserve.plain_json import ROWS, WHOLE
 from asynctrt.serving.api import Answer, Api, Headers, Page
@@ -34,20 +33,14 @@ Schema = dict[str, Any]
 def docs_pages(api: Api) -> dict[str, Page]:
     """Return the pages by path: the document, which needs the server's token, and the page that shows it."""
     pages = {path: static_page(*file) for path, file in FILES.items()}
-    known: object = None
-    body = b""
 
     def respond(_: Headers) -> Answer:
-        nonlocal known, body
-        now = _content(api)
-        if now != known:
-            known, body = now, dump(document(api))
         headers = (
             ("Content-Type", JSON),
             ("X-Content-Type-Options", "nosniff"),
             ("Cache-Control", "no-store"),
         )
-        return Answer(200, headers, (body,))
+        return Answer(200, headers, (dump(document(api)),))
 
     return pages | {"/openapi.json": Page(respond)}
 
@@ -104,12 +97,6 @@ def _whole(served: ServedModel) -> list[str]:
 # ---- the document
 
 
-def _content(api: Api) -> object:
-    """Return what the document depends on, without keeping a model that was unloaded."""
-    models = [(ref(served), api.repository.find(served.name) is served) for served in api.repository]
-    return models, api.has_tokens, "/metrics" in api.pages
-
-
 def document(api: Api) -> Schema:
     """Return the OpenAPI document of a server with the models that it has now."""
     paths = _server_paths(has_metrics="/metrics" in api.pages)
@@ -134,12 +121,11 @@ def _record(required: Iterable[str], properties: Schema) -> Schema:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
-def _list(items: Schema, **limits: int) -> Schema:
-    return {"type": "array", "items": items, **limits}
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
 
 
 STRING: Final[Schema] = {"type": "string"}
-NOTHING: Final[Schema] = {"not": {}}
 SIZE: Final[Schema] = {"type": "integer", "minimum": 0}
 SCHEDULING: Final = _record(
     (),
@@ -152,6 +138,10 @@ TENSOR: Final = _record(
     ("name", "datatype", "shape", "data"),
     {"name": STRING, "datatype": STRING, "shape": _list(SIZE), "data": {"type": "array"}},
 )
+PREDICT_BODY: Final = _record((), {ROWS: _list({}), WHOLE: {}, "parameters": SCHEDULING}) | {
+    "oneOf": [{"required": [ROWS]}, {"required": [WHOLE]}]
+}
+"""A request in plain JSON, which is the same for every model."""
 INFER_BODY: Final = _record(
     ("inputs",),
     {
@@ -215,19 +205,7 @@ def _model_paths(served: ServedModel, *, is_newest: bool) -> Schema:
 
 def _predict(served: ServedModel, tag: str) -> Schema:
     """Return the operation of an inference in plain JSON."""
-    engine = served.engine
-    specs = engine.inputs
-    limits: Schema = {"minItems": 1, "maxItems": 1 if _whole(served) else engine.options.max_queue_rows}
-    rows = _values_of(specs, [spec.dims for spec in specs], engine.options.filled)
-    whole = _values_of(specs, [spec.shape("rows") for spec in specs], engine.options.filled)
-    forms = [
-        _record((form,), {form: {"anyOf": values}, "parameters": SCHEDULING, other: NOTHING})
-        for form, values, other in (
-            (ROWS, [_list(row, **limits) for row in rows], WHOLE),
-            (WHOLE, whole, ROWS),
-        )
-    ]
-    body = _body({"oneOf": forms}, example(served))
+    body = _body(PREDICT_BODY, example(served))
     return _operation(tag, "Run the model on plain JSON", description=_described(served), requestBody=body)
 
 
@@ -235,37 +213,6 @@ def _described(served: ServedModel) -> str:
     """Return lines that name the model's inputs and outputs."""
     inputs = [f"Input {spec}" for spec in served.engine.inputs]
     return "\n".join(inputs + [f"Output {spec}" for spec in served.engine.outputs])
-
-
-def _values_of(
-    specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int | str]], filled: Collection[str]
-) -> list[Schema]:
-    """Return the schemas of the values of inputs: by name, or of an only input alone."""
-    values = {spec.name: _nested(spec, shape) for spec, shape in zip(specs, shapes, strict=True)}
-    required = [name for name in values if name not in filled]
-    named = _record(required, values) | {"additionalProperties": False}
-    return [named] if len(specs) > 1 else [*values.values(), named]
-
-
-def _nested(spec: TensorSpec, shape: Sequence[int | str]) -> Schema:
-    """Return the schema of nested lists of that shape, in which names are open sizes."""
-    found = _element(spec.dtype)
-    for size in reversed(shape):
-        found = _list(found, **({} if isinstance(size, str) else {"minItems": size, "maxItems": size}))
-    return found
-
-
-def _element(dtype: np.dtype[Any]) -> Schema:
-    """Return the schema of one value."""
-    if dtype.kind in TEXT:
-        return STRING if dtype.kind == "O" else STRING | {"maxLength": dtype.itemsize}
-    if dtype.kind == "b":
-        return {"type": "boolean"}
-    if dtype.kind in "iu":
-        integers = np.iinfo(dtype)
-        return {"type": "integer", "minimum": int(integers.min), "maximum": int(integers.max)}
-    largest = float(np.finfo(dtype).max)
-    return {"type": "number", "minimum": -largest, "maximum": largest}
 
 
 def _infer(served: ServedModel, tag: str) -> Schema:

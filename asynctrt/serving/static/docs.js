@@ -50,7 +50,7 @@
       body.rows = 5;
       body.spellcheck = false;
       body.value = content.example === undefined ? "{}" : JSON.stringify(content.example);
-      box.append(label, body, schema("What it may be", content.schema));
+      box.append(label, body);
     }
     const send = element("button", "", "Send");
     send.type = "button";
@@ -83,14 +83,6 @@
       }
       send.disabled = false;
     });
-    return box;
-  }
-
-  function schema(name, content) {
-    const box = element("details");
-    const shown = element("pre", "", JSON.stringify(content, null, 1));
-    shown.tabIndex = 0;
-    box.append(element("summary", "", name), shown);
     return box;
   }
 
