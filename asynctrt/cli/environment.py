@@ -8,30 +8,26 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from asynctrt._util.synonyms import ALL_SYNONYMS, nearest_name
 from asynctrt._util.validation import REMOVED_OPTIONS, removed
 from asynctrt.errors import OptionsError, UsageError
 
-PREFIX: Final = "ASYNCTRT_"
 SERVE: Final = "ASYNCTRT_SERVE_"
 
-SERVICE_LINKS: Final = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
-"""Variables that Kubernetes sets for a service named asynctrt-something, in every pod of its namespace."""
-
-SERVICE_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
-"""The start of the value of one more such variable, NAME_PORT."""
+SERVICE_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_")
+"""Part of the names of variables that Kubernetes sets for a service named asynctrt-serve, in every pod of its
+namespace. One more, NAME_PORT, has an address such as tcp://10.0.0.1:8000 as its value."""
 
 
 def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
-    """Return a sentence for each variable that looks like ours but sets nothing, with the right name."""
-    names = list(known)
+    """Return a sentence for each variable that looks like one of ``serve`` but sets nothing."""
+    names = set(known)
     return [
-        _sentence(name, names)
+        f"{name} is not a variable of asynctrt, and sets nothing: see asynctrt serve --help"
         for name, value in sorted(environment.items())
-        if name.startswith(PREFIX)
+        if name.startswith(SERVE)
         and name not in names
-        and not SERVICE_LINKS.search(name)
-        and not (name.endswith("_PORT") and SERVICE_LINK.match(value))
+        and not SERVICE_LINK.search(name)
+        and "://" not in value
     ]
 
 
@@ -52,18 +48,3 @@ def check_values(environment: Mapping[str, str], known: Iterable[str]) -> None:
     empty = sorted(name for name in names if environment.get(name) == "")
     if empty:
         raise UsageError(f"{', '.join(empty)}: set and empty. Give it a value, or do not set it")
-
-
-def _sentence(name: str, names: list[str]) -> str:
-    meant = _meant(name, names)
-    hint = f"did you mean {meant}?" if meant else "a flag of serve, --http-port, is ASYNCTRT_SERVE_HTTP_PORT"
-    return f"{name} is not a variable of asynctrt, and sets nothing: {hint}"
-
-
-def _meant(name: str, names: list[str]) -> str | None:
-    """Return the nearest variable, or the variable for another program's name."""
-    for prefix in (SERVE, PREFIX):  # What all names begin with would make any two of them alike.
-        if name.startswith(prefix):
-            own = {known.removeprefix(prefix).lower(): known for known in names if known.startswith(prefix)}
-            return own.get(nearest_name(name.removeprefix(prefix).lower(), own, ALL_SYNONYMS) or "")
-    return None

