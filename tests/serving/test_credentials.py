@@ -108,28 +108,6 @@ class TestReloading:
         assert "reloaded 2 token(s)" in caplog.text
         assert not {"old", "new", "two words"} & set(caplog.text.split())
 
-    @pytest.mark.parametrize(
-        ("has_tokens", "has_certificate", "said"),
-        [
-            (False, False, "nothing to reload: there is neither a tokens_file nor a tls_certificate"),
-            (True, False, "reloaded 2 token(s)"),
-            (False, True, "reloaded the certificate"),
-            (True, True, "reloaded 2 token(s) and the certificate"),
-        ],
-    )
-    async def test_what_was_reloaded_is_what_there_is(
-        self, tmp_path, caplog, has_tokens, has_certificate, said
-    ):
-        caplog.set_level(logging.INFO, logger="asynctrt")
-        settings = {"tokens": ["fixed"]}
-        if has_tokens:
-            settings["tokens_file"] = written(tmp_path / "tokens", "t")
-        if has_certificate:
-            settings["tls_certificate"], settings["tls_key"] = certificate(tmp_path)
-        async with serving(**settings) as server:
-            await server.reload()
-        assert [line for line in caplog.messages if "reload" in line] == [said]
-
     async def test_a_file_that_all_may_read_is_warned_of(self, tmp_path, caplog):
         path = written(tmp_path / "tokens", "old")
         path.chmod(0o644)
