@@ -53,7 +53,6 @@ class Repository:
         self._places: list[ModelPlace] = []
         # Places that were not looked through yet: a server listens before it looks.
         self._unseen: list[ModelPlace] = []
-        self._served: dict[tuple[str, str], ServedModel] = {}
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
         self.loading: set[asyncio.Task[Any]] = set()
         """The tasks that are loading a model."""
@@ -141,7 +140,6 @@ class Repository:
             entry.source = VersionSource(opener, mark)
         model.add(version, entry)
         self._models[name] = model
-        self._served.clear()
 
     def add_place(self, place: ModelPlace) -> None:
         """Serve the models of a place. :meth:`load_all` looks for them, and so does each :meth:`load`.
@@ -154,29 +152,11 @@ class Repository:
             self._unseen.append(place)
 
     def find(self, name: str, version: str = "") -> ServedModel:
-        """Return the model of that name; without a version, the newest that is served.
+        """Return the model of that name; without a version, the newest that is served. Any thread may ask.
 
         :raises UnknownModelError: if the name or version is unknown.
         :raises ModelNotReadyError: if it is not loaded.
         """
-        served = self._served.get((name, version))
-        if served is None:
-            served = self._served[name, version] = self.find_in_thread(name, version)
-        return served
-
-    def find_ready(self, name: str, version: str = "") -> ServedModel:
-        """Return the model, as :meth:`find` does, if its engine can run batches now.
-
-        :raises ModelNotReadyError: also if its device is lost.
-        """
-        served = self.find(name, version)
-        why_not = NOT_READY.get(served.engine.state)
-        if why_not is not None:
-            raise ModelNotReadyError(f"version {served.version} of {name!r} is not served: {why_not}")
-        return served
-
-    def find_in_thread(self, name: str, version: str) -> ServedModel:
-        """Do as :meth:`find`, but in any thread: without the cache, which may be changing."""
         model = self._models.get(name)
         if model is None:
             known = ", ".join(map(repr, list(self._models)))
@@ -188,14 +168,25 @@ class Repository:
                     f"unknown version {version!r:.40} of {name!r}; known versions: {', '.join(versions)}"
                 )
             entry = versions[version]
-            if entry.served is None:
+            if (served := entry.served) is None:
                 raise ModelNotReadyError(f"version {version} of {name!r} is not served: {entry.reason}")
-            return entry.served
-        newest = [entry.served for entry in list(versions.values()) if entry.served is not None]
-        if not newest:
-            reasons = "; ".join(entry.reason for entry in model.entries)
-            raise ModelNotReadyError(f"{name!r} is not served: {reasons}")
-        return newest[-1]
+            return served
+        for entry in reversed(list(versions.values())):
+            if (served := entry.served) is not None:
+                return served
+        reasons = "; ".join(entry.reason for entry in model.entries)
+        raise ModelNotReadyError(f"{name!r} is not served: {reasons}")
+
+    def find_ready(self, name: str, version: str = "") -> ServedModel:
+        """Return the model, as :meth:`find` does, if its engine can run batches now.
+
+        :raises ModelNotReadyError: also if its device is lost.
+        """
+        served = self.find(name, version)
+        why_not = NOT_READY.get(served.engine.state)
+        if why_not is not None:
+            raise ModelNotReadyError(f"version {served.version} of {name!r} is not served: {why_not}")
+        return served
 
     def versions(self, name: str) -> list[str]:
         """Return the versions of a model that are served."""
@@ -346,7 +337,6 @@ class Repository:
                     model.add(version, entry)
                 if entry.unloaded is not None:
                     entry.served, entry.unloaded, entry.reason = entry.unloaded, None, ""
-                    self._served.clear()
                 if source is None:
                     continue
                 entry.source, entry.change = source, LOADING
@@ -421,7 +411,6 @@ class Repository:
                     version,
                 )
                 self._retire(served_before)
-        self._served.clear()
 
     def _retire(self, served: ServedModel) -> None:
         """Let an engine that is no longer served answer the requests it was sent, then close it."""
@@ -466,7 +455,6 @@ class Repository:
                 else:
                     entry.change = UNLOADING
                     self._retire(served)
-            self._served.clear()
             try:
                 await self._settled(name)
             finally:
@@ -500,7 +488,6 @@ class Repository:
                     await served.aclose()
         await _close(list(self._retiring.values()))
         await self._settled()
-        self._served.clear()
 
     def _known(self, name: str) -> ModelEntry:
         if name not in self._models:

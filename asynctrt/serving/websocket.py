@@ -211,8 +211,7 @@ class WebSocketSession:
             seen.content = content
             return None
         route = self._route or _route_of(content)
-        find = self._api.repository.find if between is no_pause else self._api.repository.find_in_thread
-        seen.served = served = find(route.name, route.version)
+        seen.served = served = self._api.repository.find(route.name, route.version)
         known = head if len(head) <= LAYOUT_NBYTES_MAX else b""
         request = served.codec.decode_parsed(content, len(head), raw, start + len(head), between, head=known)
         self._latest = split_id(known)[0], route
