@@ -22,7 +22,7 @@ from asynctrt._util.process import (
     shorten_switch_interval,
 )
 from asynctrt._util.synonyms import ALL_SYNONYMS
-from asynctrt._util.validation import check_names
+from asynctrt._util.validation import check_names, printable
 from asynctrt.backends.onnx_options import relative_to
 from asynctrt.core.loading import ATTRIBUTE, is_attribute
 from asynctrt.errors import AsynctrtError, DeviceLostError, ModelNotFoundError, OptionsError, show
@@ -34,7 +34,7 @@ from asynctrt.serving.openapi import ask_of
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server import Server
-from asynctrt.serving.server_log import ESCAPES, set_up_logging
+from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.systemd import notify_ready, passed_socket
 
@@ -299,7 +299,7 @@ def shower(settings: ServerSettings, say: Callable[[str], None]) -> Callable[[st
     if settings.log_format == "json":
         return lambda line: logger.info("%s", " ".join(line.split()))
     # Names of models may come from files of others: they must not control the terminal.
-    return lambda line: say(line.translate(ESCAPES))
+    return lambda line: say(printable(line))
 
 
 async def _load_first(server: Server, say: Callable[[str], None]) -> None:

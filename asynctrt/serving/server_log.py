@@ -1,7 +1,7 @@
 """Write the server's log: its lines as text or JSON, failed batches, and refusals.
 
 A client must not be able to fill a disk or forge a line: possible floods are only counted beyond a limit, and
-control characters are escaped.
+control characters are replaced.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from asynctrt._util import clock
+from asynctrt._util.validation import printable
 from asynctrt.errors import DeviceError, InternalError
 from asynctrt.serving.admission import Inference, Served
 from asynctrt.serving.api import Api
@@ -34,8 +35,6 @@ FAILURES_MAX: Final = 10
 
 PERIOD_NS: Final = 10_000_000_000
 """How often a line that could come in floods is logged at most. Meanwhile, what it says is counted."""
-
-ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -94,8 +93,8 @@ class TextFormatter(logging.Formatter):
         if known:
             line += f" ({', '.join(f'{name}: {_shown(value)}' for name, value in known.items())})"
         trace = _traceback(record)
-        indented = "".join(f"\n    {row.translate(ESCAPES)}".rstrip() for row in trace.splitlines())
-        return line.translate(ESCAPES) + indented
+        indented = "".join(f"\n    {printable(row)}".rstrip() for row in trace.splitlines())
+        return printable(line) + indented
 
 
 class JsonFormatter(logging.Formatter):

@@ -148,7 +148,7 @@ async def test_names_do_not_control_the_terminal(monkeypatch):
     said = []
     async with asyncio.timeout(WAIT_S):
         await serve(config, said.append)
-    assert said == ["a model named \\x1b[2Jred\\x9b", "stopped"]
+    assert said == ["a model named \ufffd[2Jred\ufffd", "stopped"]
 
 
 def test_relative_paths_in_a_file_are_those_of_its_folder(tmp_path, monkeypatch):
