@@ -49,7 +49,7 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
         - a path to a TensorRT plan (``.plan``, ``.engine``, ``.trt``). A plan is code: open only plans that
           you trust;
         - ``"module:attribute"``, which names a model in a Python module or a function that makes one;
-        - the content of an ``.onnx`` file, as bytes or an ``onnx.ModelProto``;
+        - the content of an ``.onnx`` file, as bytes;
         - a model or, on the host device, an ``onnxruntime.InferenceSession``. The caller still has to
           close it.
     :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object. With ``isolation="process"``

@@ -1,4 +1,4 @@
-"""ONNX models that are given as objects: a file's content, a ``ModelProto``, a session of ONNX Runtime.
+"""ONNX models that are given as objects: a file's content, a session of ONNX Runtime.
 
 They are recognised, and the names of files beside a model are read, without importing ``onnx`` or
 ``onnxruntime``, which may not be installed.
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Final, Protocol, TypeGuard
 
-from asynctrt.errors import ModelError, show
+from asynctrt.errors import show
 
 EXTERNAL: Final = re.compile(rb"\n\x08location\x12")
 """The bytes in an ONNX file before the name of an external file with weights: a field ``location``."""
@@ -20,17 +20,6 @@ MORE: Final = 0x80
 PATH_MAX: Final = 4096
 PART_NBYTES: Final = 16 << 20
 """The number of bytes read from the file at once."""
-
-
-class ModelProto(Protocol):
-    """``onnx.ModelProto``, as far as it is needed."""
-
-    @property
-    def graph(self) -> Any:
-        """The model's graph."""
-
-    def SerializeToString(self) -> bytes:  # noqa: N802  (protobuf's name)
-        """Return the content of an ``.onnx`` file."""
 
 
 class InferenceSession(Protocol):
@@ -46,7 +35,7 @@ class InferenceSession(Protocol):
         """Return a new I/O binding."""
 
 
-OnnxObject = bytes | ModelProto | InferenceSession
+OnnxObject = bytes | InferenceSession
 
 
 def is_session(model: object) -> TypeGuard[InferenceSession]:
@@ -59,25 +48,7 @@ def is_session(model: object) -> TypeGuard[InferenceSession]:
 
 def is_onnx_object(model: object) -> TypeGuard[OnnxObject]:
     """Return whether this is one of the objects that ONNX Runtime can run."""
-    return isinstance(model, bytes | bytearray | memoryview) or _is_proto(model) or is_session(model)
-
-
-def content_of(model: OnnxObject) -> bytes | None:
-    """Return the content of an ``.onnx`` file; ``None`` for a session.
-
-    :raises ModelError: if a ``ModelProto`` is larger than protobuf can write at once, 2 GiB.
-    """
-    if isinstance(model, bytes | bytearray | memoryview):
-        return bytes(model)
-    if not _is_proto(model):
-        return None
-    try:
-        return model.SerializeToString()
-    except Exception as error:
-        raise ModelError(
-            f"{shown(model)} cannot be written: {show(error)}. Save it with onnx.save(model, path, "
-            "save_as_external_data=True), and open the path"
-        ) from error
+    return isinstance(model, bytes | bytearray | memoryview) or is_session(model)
 
 
 def shown(model: object) -> str:
@@ -86,13 +57,7 @@ def shown(model: object) -> str:
         return repr(os.fspath(model))
     if isinstance(model, bytes | bytearray | memoryview):
         return f"<a model of {memoryview(model).nbytes:,} bytes>"
-    if _is_proto(model):
-        return f"<an onnx.ModelProto {show(getattr(model.graph, 'name', ''))}>"
     return "<an onnxruntime.InferenceSession>" if is_session(model) else show(model)
-
-
-def _is_proto(model: object) -> TypeGuard[ModelProto]:
-    return hasattr(type(model), "SerializeToString") and hasattr(model, "graph")
 
 
 def external_names(file: BinaryIO) -> Iterator[str]:

@@ -49,7 +49,7 @@ class OnnxModel(ModelBase):
     the first axis. If the model's shapes do not allow rows to share a batch, each request runs alone, and
     the capability ``alone`` gives the reason.
 
-    :param path: the ``.onnx`` file; or its content as an object (bytes, an ``onnx.ModelProto``); or an
+    :param path: the ``.onnx`` file; or its content as bytes; or an
         existing ``onnxruntime.InferenceSession``, which then runs batches from several threads at once and
         stays open when the model is closed.
     :param options: :class:`~asynctrt.backends.onnx_options.OnnxOptions`, or a mapping of option names to

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from asynctrt._util.files import is_there, open_regular
 from asynctrt._util.validation import PATH
-from asynctrt.backends.onnx_objects import content_of, is_onnx_object, is_session, shown
+from asynctrt.backends.onnx_objects import is_session, shown
 from asynctrt.backends.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions
 from asynctrt.devices.host import cores
 from asynctrt.errors import (
@@ -75,7 +75,7 @@ Providers = Sequence[tuple[str, Mapping[str, str]]]
 class Source:
     """The source of a model's sessions: a file, the content of one, or an existing session.
 
-    :param given: a path, bytes, an ``onnx.ModelProto`` or an ``onnxruntime.InferenceSession``.
+    :param given: a path, bytes or an ``onnxruntime.InferenceSession``.
     :raises OptionsError: for anything else.
     :raises ModelNotFoundError: if the file does not exist.
     """
@@ -87,8 +87,10 @@ class Source:
         self.what: str | bytes | None = None
         """The argument for ONNX Runtime's constructor: a path, or the content of a file."""
         self._shown = shown(given)
-        if is_onnx_object(given):
-            self.what = content_of(given)
+        if self.session is not None:
+            return
+        if isinstance(given, bytes | bytearray | memoryview):
+            self.what = bytes(given)
             return
         self.path = PATH("path", given)
         self.what = str(self.path)

@@ -138,6 +138,8 @@ def _given(model: object) -> Model:
     """Check and return a model that was given as an object."""
     if isinstance(model, Made):
         return _checked(model.model)
+    if hasattr(model, "SerializeToString"):
+        raise ModelError("open takes the bytes of an onnx.ModelProto: give model.SerializeToString()")
     if not isinstance(model, Model):
         raise ModelError(
             f"{shown(model)} is not a path and not a model: it lacks {', '.join(missing_members(model))}"
