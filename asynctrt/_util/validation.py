@@ -78,6 +78,7 @@ REMOVED_OPTIONS: Final = {
     "unloaded and loaded",
     "urgent_share": "device.partition(0.25) gives two parts of a device, for two engines on one model",
     "warmup": "models are ready to run when they are open",
+    **dict.fromkeys(("execution_mode", "inter_op_num_threads"), _SESSION),
     **dict.fromkeys(("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse"), _SESSION),
     **dict.fromkeys(("enable_profiling", "profile_file_prefix", "use_deterministic_compute"), _SESSION),
     **dict.fromkeys(("use_per_session_threads", "log_severity_level", "provider_libraries"), _SESSION),

@@ -44,7 +44,6 @@ THREADS_MAX: Final = 1024
 """The most threads for one batch: thousands of threads would only take memory."""
 
 GraphOptimizationLevel = Literal["disable_all", "basic", "extended", "all"]
-ExecutionMode = Literal["sequential", "parallel"]
 
 
 def relative_to(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -197,19 +196,6 @@ class OnnxOptions:
         device computes as many batches at once as there are cores, which gives the most rows per second. For
         a few callers, 2 on ``HostDevice(threads=1)`` answers sooner but uses more CPU: the threads spin while
         they wait.""",
-    )
-
-    inter_op_num_threads: int | None = setting(
-        default=None,
-        check=count(0, THREADS_MAX).or_none,
-        doc="""Threads that compute operators of one batch in parallel, with
-        ``execution_mode="parallel"``. Default: 1, or as many as there are cores in that mode.""",
-    )
-
-    execution_mode: ExecutionMode | None = setting(
-        default=None,
-        check=choice(*get_args(ExecutionMode)).or_none,
-        doc="Whether operators run one after the other, ``sequential``, the default, or ``parallel``.",
     )
 
     graph_optimization_level: GraphOptimizationLevel | None = setting(

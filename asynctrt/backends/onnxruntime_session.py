@@ -61,10 +61,6 @@ LEVELS: Final = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-MODES: Final = {
-    "sequential": ort.ExecutionMode.ORT_SEQUENTIAL,
-    "parallel": ort.ExecutionMode.ORT_PARALLEL,
-}
 
 logger = logging.getLogger("asynctrt")
 
@@ -157,10 +153,8 @@ def session_options(given: OnnxOptions) -> ort.SessionOptions:
     """
     options = ort.SessionOptions()
     options.log_severity_level = LOG_FATAL_ONLY
-    is_parallel = given.execution_mode == "parallel"
-    options.intra_op_num_threads = _either(given.intra_op_num_threads, 1)
-    options.inter_op_num_threads = _either(given.inter_op_num_threads, 0 if is_parallel else 1)
-    options.execution_mode = MODES[given.execution_mode or "sequential"]
+    options.intra_op_num_threads = 1 if given.intra_op_num_threads is None else given.intra_op_num_threads
+    options.inter_op_num_threads = 1
     if given.graph_optimization_level is not None:
         options.graph_optimization_level = LEVELS[given.graph_optimization_level]
     if given.providers:
@@ -228,10 +222,6 @@ def check_host_providers(providers: Providers) -> None:
                 f"{name} runs on a GPU, where rows are copied by the engine: open the model with "
                 "device='cuda:0' and the same options"
             )
-
-
-def _either(given: int | None, default: int) -> int:
-    return default if given is None else given
 
 
 def _library(named: str) -> str:

@@ -128,7 +128,7 @@ def test_names_of_providers_may_have_commas_between_them():
             "intra_op_num_threads must be a whole number from 0 to 1024, not 1025",
         ),
         ({"graph_optimization_level": "none"}, "graph_optimization_level must be 'disable_all', 'basic'"),
-        ({"execution_mode": 1}, "execution_mode must be 'sequential' or 'parallel'"),
+        ({"execution_mode": "parallel"}, "'execution_mode' was removed: make an .*InferenceSession"),
         ({"session_config": ["a"]}, "session_config must be names and values"),
         ({"session_config": {"a": None}}, "session_config must be names and values"),
         ({"free_dimension_overrides": {"batch": 0}}, "free_dimension_overrides must be whole numbers ≥ 1"),
@@ -151,11 +151,11 @@ def test_what_is_wrong_is_refused_at_once(given, says):
 
 def test_options_of_another_runtime_are_refused(tmp_path, model):
     with pytest.raises(OptionsError, match="runtime is 'tensorrt'"):
-        asynctrt.open(model, runtime="tensorrt", onnx={"execution_mode": "parallel"})
+        asynctrt.open(model, runtime="tensorrt", onnx={"graph_optimization_level": "basic"})
     device = HostDevice()
     for other in (tmp_path / "m.plan", "tests.models:double_model", OnnxModel(model)):
         with pytest.raises(OptionsError, match="the option onnx says how ONNX Runtime loads a model"):
-            load_model(other, device, onnx=OnnxOptions(execution_mode="parallel"))
+            load_model(other, device, onnx=OnnxOptions(graph_optimization_level="basic"))
     device.close()
 
 
@@ -167,20 +167,11 @@ def test_a_session_is_made_as_the_engine_needs_it_unless_options_say_otherwise(m
     assert (ours.intra_op_num_threads, ours.inter_op_num_threads, ours.log_severity_level) == (1, 1, 4)
     given = {
         "intra_op_num_threads": 2,
-        "inter_op_num_threads": 3,
-        "execution_mode": "parallel",
         "graph_optimization_level": "basic",
     }
     theirs = settings_of(OnnxModel(model, given))
-    words = {
-        "execution_mode": ort.ExecutionMode.ORT_PARALLEL,
-        "graph_optimization_level": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-    }
+    words = {"graph_optimization_level": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC}
     assert {name: getattr(theirs, name) for name in given} == given | words
-
-
-def test_operators_that_run_beside_each_other_have_threads_for_it(model):
-    assert settings_of(OnnxModel(model, {"execution_mode": "parallel"})).inter_op_num_threads == 0
 
 
 def test_as_many_threads_as_there_are_cores(model):
@@ -411,7 +402,7 @@ def test_a_session_cannot_go_to_a_gpu_or_be_given_options(model):
     with pytest.raises(UsageError, match="each context needs a session that works on its own stream"):
         OnnxCudaModel(session, device=HostDevice())
     with pytest.raises(OptionsError, match="onnx says how ONNX Runtime loads a model"):
-        load_model(session, HostDevice(), onnx=OnnxOptions(execution_mode="parallel"))
+        load_model(session, HostDevice(), onnx=OnnxOptions(graph_optimization_level="basic"))
 
 
 # ---- the command line and files of settings
@@ -420,11 +411,11 @@ def test_a_session_cannot_go_to_a_gpu_or_be_given_options(model):
 def test_paths_in_a_file_are_taken_from_its_folder():
     given = {
         "custom_ops": ["lib/a.so", "onnxruntime_extensions", "/b.so"],
-        "execution_mode": "parallel",
+        "graph_optimization_level": "basic",
     }
     assert relative_to(given, Path("conf")) == {
         "custom_ops": ["conf/lib/a.so", "onnxruntime_extensions", "/b.so"],
-        "execution_mode": "parallel",
+        "graph_optimization_level": "basic",
     }
 
 

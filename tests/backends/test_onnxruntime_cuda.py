@@ -403,12 +403,9 @@ def test_what_is_no_path_is_told_of_by_its_name(model, path):
     ("options", "says"),
     [
         (8, "^options must be an asynctrt.OnnxOptions"),
-        ("execution_mode=parallel", "^options must be an asynctrt.OnnxOptions"),
-        ({"execution_mode": "both"}, "^execution_mode must be 'sequential' or 'parallel'"),
-        (
-            {"execution_mod": 1},
-            "^unknown option 'execution_mod' of ONNX Runtime; did you mean 'execution_mode'",
-        ),
+        ("graph_optimization_level=basic", "^options must be an asynctrt.OnnxOptions"),
+        ({"graph_optimization_level": "both"}, "^graph_optimization_level must be 'disable_all', 'basic'"),
+        ({"custom_op": 1}, "^unknown option 'custom_op' of ONNX Runtime; did you mean 'custom_ops'"),
     ],
 )
 def test_options_of_a_wrong_kind_are_told_of(tmp_path, model, options, says):

@@ -46,7 +46,7 @@ async def test_a_file_of_a_new_backend_is_opened(tmp_path):
         answer = await engine.infer(rows(1, 2))
     np.testing.assert_array_equal(answer["output"], rows(3, 6))
     with pytest.raises(OptionsError, match="the option onnx says how ONNX Runtime loads a model"):
-        await asynctrt.open(path, onnx={"execution_mode": "parallel"})
+        await asynctrt.open(path, onnx={"graph_optimization_level": "basic"})
 
 
 def test_each_kind_of_model_has_one_backend():
