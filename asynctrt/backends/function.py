@@ -46,9 +46,6 @@ BOOL_MARK: Final = b"\xa5"
 
 MARK_NBYTES: Final = 8
 
-SEARCHED_NBYTES_MAX: Final = 2048
-"""Up to this many bytes, a search for the mark is faster than starting two NumPy operations."""
-
 
 class FunctionModel(ModelBase):
     """Calls a Python function once per batch.
@@ -553,8 +550,6 @@ class OutputMemory:
 
     def count_marked(self) -> int:
         """Return how many rows are marked. If any are, discard the mark, so that a new one is drawn."""
-        if self.places.nbytes <= SEARCHED_NBYTES_MAX and self.mark not in self.places.tobytes():
-            return 0
         if not np.count_nonzero(found := self.places == self._value):
             return 0
         self.mark = b""

@@ -77,18 +77,11 @@ class Arg(NamedTuple):
         return TensorSpec(self.name, self.dtype, dims, axis, self.kind)
 
 
-def read_axes(
-    name: str,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    options: OnnxOptions,
-    *,
-    must_batch: bool = False,
-) -> Axes:
+def read_axes(name: str, inputs: Sequence[Any], outputs: Sequence[Any], options: OnnxOptions) -> Axes:
     """Return the specs that ONNX Runtime's ``NodeArg`` objects describe, and what is known about their rows.
 
     :raises OptionsError: if the options name a tensor or an axis that the model does not have.
-    :raises ModelError: for a type that NumPy cannot hold, and if the model must batch but cannot.
+    :raises ModelError: for a type that NumPy cannot hold.
     """
     given = [_read(name, "input", arg) for arg in inputs]
     results = [_read(name, "output", arg) for arg in outputs]
@@ -97,11 +90,6 @@ def read_axes(
     _check_names(name, given, results, options)
     rows = _Rows(given, results, options)
     alone = rows.why_alone()
-    if alone and must_batch:
-        raise ModelError(
-            f"{alone}, so requests to {name!r} cannot share batches. Open it with batching='auto' or "
-            "'off', and each request runs alone"
-        )
     if alone:
         return whole_axes(given, results, alone)
     return Axes(

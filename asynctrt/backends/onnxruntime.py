@@ -54,7 +54,6 @@ class OnnxModel(ModelBase):
         stays open when the model is closed.
     :param options: :class:`~asynctrt.backends.onnx_options.OnnxOptions`, or a mapping of option names to
         values.
-    :param must_batch: refuse a model whose requests cannot share batches, instead of running each alone.
     :raises OptionsError: for an argument of the wrong type, or an invalid option.
     :raises ModelNotFoundError: if the file does not exist.
     :raises ModelError: if it is not an ONNX model, or has a tensor that NumPy cannot hold.
@@ -68,8 +67,6 @@ class OnnxModel(ModelBase):
         self,
         path: str | os.PathLike[str] | OnnxObject,
         options: OnnxOptions | Mapping[str, Any] | None = None,
-        *,
-        must_batch: bool = False,
     ) -> None:
         self.options = OnnxOptions.of(options)
         self.source = Source(path)
@@ -90,9 +87,7 @@ class OnnxModel(ModelBase):
         self._kind = object()
         # Copies, because ONNX Runtime's objects keep the session alive.
         self._declared = declared(session.get_inputs()), declared(session.get_outputs())
-        self._adopt(
-            read_axes(self.name, self._declared[0], self._declared[1], self.options, must_batch=must_batch)
-        )
+        self._adopt(read_axes(self.name, self._declared[0], self._declared[1], self.options))
 
     def _session_options(self) -> ort.SessionOptions:
         return session_options(self.options)

@@ -104,7 +104,6 @@ class OnnxCudaModel(StreamedOnnxModel):
         options: OnnxOptions | Mapping[str, Any] | None = None,
         *,
         device: Device,
-        must_batch: bool = False,
     ) -> None:
         refuse_session(path)
         if not is_onnx_object(path):
@@ -119,13 +118,13 @@ class OnnxCudaModel(StreamedOnnxModel):
         check_provider()
         check_available([name for name, _ in options.providers])
         self._device = device
-        self._given, self._must_batch = path, must_batch
+        self._given = path
         self._has_told = False
         self._read: ort.InferenceSession | None = None
         self._random: tuple[str, ...] = ()
         self._weights: SharedWeights | None = None
         self._was_optimised = False
-        super().__init__(path, options, must_batch=must_batch)
+        super().__init__(path, options)
 
     def _adopt(self, axes: Axes) -> None:
         super()._adopt(axes)
@@ -157,7 +156,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         """
         read, self._read = self._read, None
         if read is not None:
-            twin = OnnxModel(read, must_batch=self._must_batch)
+            twin = OnnxModel(read)
             twin.name = self.name
         else:
             config = self.options.session_config.items()
@@ -168,7 +167,7 @@ class OnnxCudaModel(StreamedOnnxModel):
                 session_config={name: value for name, value in config if name != NO_FALLBACK},
                 intra_op_num_threads=cores(),
             )
-            twin = OnnxModel(self._given, settings, must_batch=self._must_batch)
+            twin = OnnxModel(self._given, settings)
         alone = self.capabilities.alone
         return twin.whole(alone) if alone else twin
 

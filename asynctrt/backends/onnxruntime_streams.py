@@ -47,11 +47,9 @@ class StreamedOnnxModel(OnnxModel):
         self,
         path: str | os.PathLike[str] | OnnxObject,
         options: OnnxOptions | Mapping[str, Any] | None = None,
-        *,
-        must_batch: bool = False,
     ) -> None:
         refuse_session(path)
-        super().__init__(path, options, must_batch=must_batch)
+        super().__init__(path, options)
         # That session was only needed to read names and types.
         super().close()
         self.capabilities = replace(

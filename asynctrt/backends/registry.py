@@ -33,8 +33,6 @@ class LoadRequest:
     runtime: str | None = None
     tensorrt: TensorRTOptions | None = None
     onnx: OnnxOptions | None = None
-    must_batch: bool = False
-    """Refuse an ONNX model whose requests cannot share batches, instead of running each alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +78,10 @@ def _load_onnx(request: LoadRequest) -> Model:
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
     if device.name == "host":
-        return OnnxModel(model, request.onnx, must_batch=request.must_batch)
+        return OnnxModel(model, request.onnx)
     from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel  # noqa: PLC0415
 
-    loaded = OnnxCudaModel(model, request.onnx, device=device, must_batch=request.must_batch)
+    loaded = OnnxCudaModel(model, request.onnx, device=device)
     logger.info("%r runs on %s by ONNX Runtime's CUDA provider", loaded.name, device.name)
     return loaded
 

@@ -459,8 +459,7 @@ def _load(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, op
     onnx = options.onnx
     assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
     if options.runtime != "tensorrt" and (tensorrt is None or tensorrt.build is None):
-        must_batch = options.batching == "on"
-        return load_model(model, device, tensorrt, options.runtime, onnx, must_batch=must_batch)
+        return load_model(model, device, tensorrt, options.runtime, onnx)
     # Imported only when needed: few engines build their plans.
     from asynctrt.plans.cache import load_for  # noqa: PLC0415
 

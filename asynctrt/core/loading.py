@@ -103,13 +103,8 @@ def load_model(
     tensorrt: TensorRTOptions | None = None,
     runtime: str | None = None,
     onnx: OnnxOptions | None = None,
-    *,
-    must_batch: bool = False,
 ) -> Model:
-    """Load a model with the backend for it, or return the given object. Blocks.
-
-    :param must_batch: refuse an ONNX model whose requests cannot share batches.
-    """
+    """Load a model with the backend for it, or return the given object. Blocks."""
     if is_attribute(model):
         model = _made(str(model))
     backend = find_backend(model)
@@ -123,7 +118,6 @@ def load_model(
                 runtime=runtime,
                 tensorrt=tensorrt,
                 onnx=onnx,
-                must_batch=must_batch,
             )
         )
     if isinstance(cast("object", model), FunctionType):

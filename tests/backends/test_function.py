@@ -713,14 +713,6 @@ class TestWhichUnwrittenRowsAreRecognised:
         output.hand_out(3)
         assert output.mark != mark
 
-    def test_bytes_like_a_mark_across_two_values_are_no_mark(self):
-        output = OutputMemory(memory_of(TensorSpec("y", "float32")))
-        rows = output.hand_out(4)
-        rows.view(np.uint8)[:] = 0
-        rows.view(np.uint8)[2:6] = np.frombuffer(output.mark, np.uint8)
-        assert output.mark in output.places.tobytes()
-        assert output.count_marked() == 0
-
     def test_an_output_without_bytes(self):
         def function(inputs, outputs):
             assert outputs["y"].shape == (3, 0)

@@ -74,7 +74,7 @@ class Undevised(OnnxCudaModel):
     """The model as it is before it knows a GPU."""
 
     def __init__(self, path, **options):
-        self._given, self._must_batch = path, False
+        self._given = path
         StreamedOnnxModel.__init__(self, path, options)
 
 
