@@ -34,11 +34,8 @@ UNKNOWN_S: Final = 1.0
 """The assumed latency of a server that has not answered yet: it gets one call, or more if all are new."""
 ANSWERS: Final = 10
 """How many of the latest answers count, roughly."""
-FORGOTTEN_S: Final = 3.0
-"""What one answer has shown counts half after this time without another; what ten have shown, after ten times
-as long. So a server that was slow is tried again."""
-STEADY_CALLS: Final = 0.25
-"""Calls in flight whose number varies less than this (as a variance) hardly show what another one costs."""
+FORGOTTEN_S: Final = 10.0
+"""An estimate halves in this time without an answer, so that a server that was slow is tried again."""
 
 
 def records(url: str) -> Addresses:
@@ -63,39 +60,24 @@ def records(url: str) -> Addresses:
 
 
 class Latency:
-    """How long a server's answers take, depending on the calls that this client has in flight there.
+    """How long a server's answers take, divided by the calls that this client had in flight there.
 
-    A line is fitted to the latest answers. For a server that takes one call after the other, each call in
-    flight adds the time of one; for a server that batches them, it adds little.
+    For a server that takes one call after the other, that is the time of one call; for a server that batches,
+    it balances the number of calls in flight.
     """
 
     def __init__(self) -> None:
         self._answers = 0
-        self._mean_s = self._calls = self._covariance = self._calls_variance = self._at_s = 0.0
-        self._least_s = self._slope_s = 0.0
-        self._forgotten_s = FORGOTTEN_S
+        self._mean_s = self._at_s = 0.0
 
     def note(self, latency_s: float, calls: int, now_s: float) -> None:
         """Take note of an answer.
 
         :param calls: the calls that were in flight when its own was sent.
         """
-        remembered = exp2((self._at_s - now_s) / self._forgotten_s)
-        if self._answers < ANSWERS:
-            self._answers += 1
-            self._forgotten_s = FORGOTTEN_S * self._answers
-        kept = (1 - 1 / self._answers) * remembered
-        new = 1 - kept
-        later_s, more = latency_s - self._mean_s, calls - self._calls
-        self._mean_s += new * later_s
-        self._calls += new * more
-        self._covariance = kept * (self._covariance + new * later_s * more)
-        self._calls_variance = kept * (self._calls_variance + new * more * more)
+        self._answers = min(self._answers + 1, ANSWERS)
+        self._mean_s += (latency_s / (calls + 1) - self._mean_s) / self._answers
         self._at_s = now_s
-        # Until the answers show otherwise, one call is answered after the other.
-        self._least_s = self._mean_s / (self._calls + 1)
-        slope_s = (self._covariance + STEADY_CALLS * self._least_s) / (self._calls_variance + STEADY_CALLS)
-        self._slope_s = min(max(0.0, slope_s), self._mean_s)
 
     def note_unanswered(self, waited_s: float, calls: int, now_s: float) -> None:
         """Take note of a call whose caller waited for this long, and then gave up."""
@@ -106,8 +88,7 @@ class Latency:
         """Estimate how long the answer to another call would take."""
         if not self._answers:
             return calls * UNKNOWN_S
-        took_s = self._mean_s + self._slope_s * (calls - self._calls)
-        return max(self._least_s, took_s) * exp2((self._at_s - now_s) / self._forgotten_s)
+        return (calls + 1) * self._mean_s * exp2((self._at_s - now_s) / FORGOTTEN_S)
 
 
 class _Server:
