@@ -102,7 +102,9 @@ def test_nothing_in_the_working_directory_is_imported(tmp_path, command):
     names = LATE if command[:3] == MODULE else {*sys.stdlib_module_names, *packages_distributions()}
     if "mine:model" in command:
         # Modules that are not installed may be there then: other packages try to import some that are not.
-        names = {name for name in names if PathFinder.find_spec(name) is not None}
+        # And the parts of a namespace package, such as google, are looked for in every folder.
+        specs = {name: PathFinder.find_spec(name) for name in names}
+        names = {name for name, spec in specs.items() if spec is not None and spec.origin is not None}
     for name in names:
         if name.isidentifier() and name != "asynctrt":
             (folder / f"{name}.py").write_text(
@@ -133,3 +135,12 @@ def test_a_path_of_any_bytes_reaches_a_child(tmp_path, monkeypatch):
         child_command("for_a_child", "one", ""), capture_output=True, check=True, timeout=WAIT_S
     )
     assert json.loads(said.stdout) == ["one", ""]
+
+
+def test_modules_of_the_package_are_not_at_the_top_in_a_child():
+    """Or a child without Ray would take ``asynctrt/ray.py`` for it."""
+    from asynctrt._util.process import child_command
+
+    path = json.loads(child_command("for_a_child")[4])
+    assert str(ROOT / "asynctrt") not in path
+    assert str(ROOT) in path

@@ -145,7 +145,6 @@ def test_only_the_clock_reads_the_time():
 
 
 OF_THE_PROCESS = {
-    "_util/process.py:_installed_first": "modules are found by the process",
     "backends/tensorrt/abilities.py:_filtering": "warnings are filtered by the process",
     "backends/tensorrt/messages.py:_logs": "TensorRT has one logger in a process",
     "devices/cuda/context.py:_gpus": "a GPU is lost, or stuck, for the whole process",

@@ -5,11 +5,9 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import Final
 
 INTERRUPTED: Final = 130
@@ -63,56 +61,22 @@ def raise_open_files() -> int:
 
 
 PROGRAM: Final = (
-    "import json, sys; sys.path[:], last = json.loads(sys.argv.pop(1)); "
-    "from importlib import import_module; import_module('asynctrt._util.process').look_last(last); "
-    "import_module(sys.argv.pop(1)).main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from importlib import import_module; import_module(sys.argv.pop(1)).main()"
 )
 """The program of a child process: run a module's ``main`` with a given ``sys.path``."""
 
 SAFE_PATH: Final = "PYTHONSAFEPATH"
 
 
-class _InstalledFirst:
-    """Finds top-level modules everywhere except in the folders to search last.
-
-    To append those folders to ``sys.path`` is not enough: a module there would still come before a namespace
-    package such as ``google`` or ``cuda`` anywhere on the path.
-    """
-
-    def __init__(self) -> None:
-        self.last: list[str] = []
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of a top-level module outside these folders, otherwise ``None``."""
-        if path is not None:
-            return None
-        return PathFinder.find_spec(name, [entry for entry in sys.path if entry not in self.last], target)
-
-
-_installed_first: Final = _InstalledFirst()
-
-
-def look_last(folders: Sequence[str]) -> None:
-    """Search these folders for modules that are found nowhere else."""
-    new = [folder for folder in folders if folder not in sys.path]
-    if not new:
-        return
-    if _installed_first not in sys.meta_path:
-        at = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
-        sys.meta_path.insert(at, _installed_first)
-    _installed_first.last += new
-    sys.path += new
-
-
 def add_cwd_to_path() -> None:
     """Search the working directory for the module of ``module:attribute`` if it is not installed.
 
-    Other users may be able to write there, so no file there may replace an installed package.
+    Other users may be able to write there, so it comes last: no file there replaces an installed module.
     """
-    if "" not in sys.path:
-        look_last([str(Path.cwd())])
+    folder = str(Path.cwd())
+    if "" not in sys.path and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
@@ -121,24 +85,21 @@ def child_command(module: str, *arguments: str) -> list[str]:
     From its first import on, the child finds modules where this process does. By default Python would search
     the working directory first.
     """
-    last = _installed_first.last
-    path = [entry for entry in sys.path if isinstance(entry, str) and entry not in last]
-    own = str(Path(__file__).parents[1])
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    own = str(Path(__file__).parents[2])
     if own not in path:
         path.append(own)
-    return [sys.executable, "-P", "-c", PROGRAM, json.dumps([path, last]), module, *arguments]
+    return [sys.executable, "-P", "-c", PROGRAM, json.dumps(path), module, *arguments]
 
 
 @contextmanager
 def safe_path() -> Iterator[None]:
     """Keep Python processes that are started inside the block from importing from the working directory."""
-    before, path = os.environ.get(SAFE_PATH), sys.path[:]
+    before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
-    sys.path[:] = [entry for entry in path if entry not in _installed_first.last]
     try:
         yield
     finally:
-        sys.path[:] = path
         if before is None:
             del os.environ[SAFE_PATH]
         else:
