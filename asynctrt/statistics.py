@@ -179,9 +179,6 @@ class Statistics:
     """The batch sizes that are run, to which other batches are padded; empty if every size is run."""
     memory_nbytes: int = 0
     """Bytes of slabs, of their buffers on the device, and of arenas."""
-    module_loading: str | None = None
-    """When CUDA loads kernels: ``lazy``, or ``eager`` (``CUDA_MODULE_LOADING``), which takes more memory;
-    ``None`` on a device that is not a GPU."""
     by_batch_rows: Mapping[int, BatchStatistics] = field(default_factory=dict)
     """Batches by their number of rows. This mapping, ``launched`` and ``lanes`` are kept as frozen copies."""
     row_ns_foreign: float = 0.0

@@ -272,6 +272,8 @@ LOAD = "import asyncio, asynctrt; asyncio.run(asynctrt.loadtest.run('{}://127.0.
     ("package", "extra", "program"),
     [
         ("ray", "ray", "import asynctrt.ray"),
+        ("orjson", "client", "import asynctrt.client"),
+        ("orjson", "load", "import asynctrt.loadtest.http_target"),
         ("aiohttp", "load", LOAD.format("http")),
         ("grpc", "load", LOAD.format("grpc")),
     ],

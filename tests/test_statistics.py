@@ -25,7 +25,6 @@ def snapshot(**changes):
         **{
             **zeros,
             "state": "open",
-            "module_loading": None,
             "graphs": (1, 8),
             "launched": {"full": 3},
             "lanes": {7: 2},

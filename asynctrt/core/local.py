@@ -205,7 +205,6 @@ class LocalEngine(DrivenEngine):
             graphs=self._pool.captured.sizes,
             batch_sizes=self._pool.prepared,
             memory_nbytes=self._pool.nbytes,
-            module_loading=self._device.module_loading,
             device_ns=0 if share is None else round(share.used_ns),
             held_ns=0 if share is None else share.held_ns,
             by_batch_rows={

@@ -213,10 +213,6 @@ class Device(Protocol):
         """Return whether it is a GPU that shares the host's memory instead of having separate memory."""
 
     @property
-    def module_loading(self) -> str | None:
-        """Return when CUDA loads kernels, ``lazy`` or ``eager``; ``None`` on a device that is not a GPU."""
-
-    @property
     def unified(self) -> bool:
         """Return whether the device computes in staging memory directly, so that no copies are needed."""
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -401,16 +399,3 @@ def test_an_id_that_is_said_twice_is_not_remembered_wrongly(codec):
     for first in ("a", "b"):
         head = b'{"id":"' + first.encode() + b'","\\u0069d":"last",' + body[1:length]
         assert codec.decode(head + body[length:], len(head)).id == "last"
-
-
-@pytest.mark.parametrize(
-    ("module", "extra"),
-    [("client", "client"), ("loadtest.http_target", "load"), ("serving.server", "serve")],
-)
-def test_each_that_needs_json_finds_its_extra_in_the_message(module, extra):
-    """A message that named the server's alone would let a client install a server."""
-    code = f"import sys; sys.modules['orjson'] = None; import asynctrt.{module}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("asynctrt.errors.MissingExtraError: ")
-    assert f"'asynctrt[{extra}]'" in last

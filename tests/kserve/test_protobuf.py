@@ -132,18 +132,6 @@ assert triton.ModelInferRequest.FromString(request.SerializeToString()).id == "a
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], check=True)
 
 
-@pytest.mark.parametrize(
-    ("missing", "module"),
-    [("google.protobuf", "kserve.protobuf"), ("grpc", "serving.grpc_server")],
-    ids=["protobuf", "grpc"],
-)
-def test_a_missing_package_is_named(missing, module):
-    program = f"import sys; sys.modules[{missing!r}] = None; import asynctrt.{module}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "MissingExtraError" in done.stderr
-    assert "pip install 'asynctrt[serve]'" in done.stderr
-
-
 def test_what_is_no_message_is_the_callers_error():
     with pytest.raises(RequestError, match="not a ModelInferRequest"):
         parse(message_classes()["ModelInferRequest"], b"\xff\xff")

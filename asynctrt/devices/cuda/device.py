@@ -79,8 +79,7 @@ class CudaDevice(CudaContext):
         self.is_integrated = bool(is_integrated)
         code, mode = driver.cuModuleGetLoadingMode()
         self.check(code, "asking how kernels are loaded")
-        self.module_loading = "lazy" if mode == _LAZY else "eager"
-        if self.module_loading == "eager":
+        if mode != _LAZY:
             logger.warning(
                 "%s: CUDA loads every kernel of every library at once (CUDA_MODULE_LOADING is %r), which "
                 "takes memory and time. Leave the variable out, or set it to LAZY",

@@ -45,7 +45,6 @@ class HostDevice:
     gpu: str | None = None
     compute_capability: tuple[int, int] | None = None
     is_integrated = False
-    module_loading: str | None = None
     prefers_graphs = False
     timing_is_free = True
     lost: DeviceLostError | None = None
