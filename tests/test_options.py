@@ -113,33 +113,20 @@ def test_an_unknown_option_that_is_like_none():
     ("settings", "says"),
     [
         ({"max_rows": 0}, "max_rows must be a whole number ≥ 1, not 0"),
-        ({"max_rows": -1}, "≥ 1"),
-        ({"max_rows": 2.5}, "not 2.5"),
-        ({"max_rows": "8"}, "not '8'"),
-        ({"max_rows": True}, "not True"),
         ({"max_queue_rows": None}, "max_queue_rows must be a whole number ≥ 1, not None"),
         ({"priorities": 0}, "priorities"),
         ({"priorities": 257}, "priorities"),
         ({"contexts": 4097}, "contexts"),
         ({"arenas": 4097}, "arenas"),
         ({"lanes": 4097}, "lanes"),
-        ({"contexts": 0}, "contexts"),
-        ({"arenas": 0}, "arenas"),
         ({"max_delay": -0.1}, "max_delay must be a number of seconds ≥ 0 and ≤ 1, not -0.1"),
         ({"max_delay": 2}, "≤ 1, not 2. For milliseconds, divide by 1000"),
-        ({"max_delay": None}, "max_delay"),
-        ({"max_delay": float("nan")}, "max_delay"),
-        ({"max_delay": "1"}, "max_delay"),
         ({"timeout": -1}, "timeout"),
-        ({"timeout": float("nan")}, "timeout"),
         ({"close_timeout": None}, "close_timeout"),
         ({"timeout_until": "busy"}, "'launch' or 'answer', not 'busy'"),
         ({"timeout_until": None}, "'launch' or 'answer', not None"),
         ({"idempotent": 1}, "True or False"),
         ({"batch_timeout": -1}, "batch_timeout must be a number of seconds ≥ 0, not -1"),
-        ({"batch_timeout": "60"}, "batch_timeout"),
-        ({"batch_timeout": float("nan")}, "batch_timeout"),
-        ({"batch_timeout": True}, "batch_timeout"),
         (
             {"tensorrt": {"flavour": "trt"}},
             "'tensorrt', 'tensorrt_lean', 'tensorrt_dispatch' or 'tensorrt_rtx', not 'trt'",
@@ -157,10 +144,6 @@ def test_an_impossible_option_is_refused_with_the_fix(settings, says):
     with pytest.raises(OptionsError) as caught:
         Options(**settings)
     assert says in str(caught.value)
-
-
-def test_numbers_of_numpy_are_numbers():
-    assert Options(max_rows=np.int64(8)).max_rows == 8
 
 
 def test_single_settings_win_over_options():
@@ -192,6 +175,8 @@ def test_options_of_another_type_are_refused():
         ([64, 8, 1, 8], (1, 8, 64)),
         ("1,8,64", (1, 8, 64)),
         (" 64, 8 ,1", (1, 8, 64)),
+        ("(1, 8, 64)", (1, 8, 64)),
+        ("[1, 8, 64]", (1, 8, 64)),
         ("4", (4,)),
         (range(1, 4), (1, 2, 3)),
         ((np.int64(8),), (8,)),
@@ -223,11 +208,6 @@ def test_sizes_of_graphs_that_are_none(graphs):
 )
 def test_a_batch_timeout_may_be_long_or_none(given, kept):
     assert Options(batch_timeout=given).batch_timeout == kept
-
-
-@pytest.mark.parametrize("written", ["(1, 8, 64)", "1,8,64", "[1, 8, 64]", (64, 8, 1)])
-def test_graphs_are_taken_as_the_help_shows_them(written):
-    assert Options(graphs=written).graphs == (1, 8, 64)
 
 
 def test_a_value_that_nests_without_end_is_text():
