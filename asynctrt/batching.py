@@ -233,8 +233,8 @@ def batch(
     The engine belongs to the event loop of the first call, and is closed with that loop (by
     ``asyncio.run``, a ``Runner``, pytest's plugins). On another loop the function has another engine.
 
-    The function must not wait for itself: a call from within its own run, or from the run of another
-    function that it waits for, raises :class:`UsageError`.
+    The function must not wait for a call of itself, which would wait for the function in turn. Call
+    ``__wrapped__`` there.
 
     :param items: whether the function takes lists of items, regardless of their type.
     :param key: calls share a batch only if their keys are equal. Give the name of a parameter, such as
@@ -367,7 +367,6 @@ class Batched(Generic[P, R]):
         :raises InputError: if the call's key cannot be hashed, if an argument of the key is missing, or if an
             array of another library cannot be read as a NumPy array.
         :raises QueueFullError, DeadlineError: under overload.
-        :raises UsageError: if called from within the function's own run, or from a run that it waits for.
         :raises ExecutionError: if the function or the key function raised; the ``__cause__`` is its
             exception.
         """

@@ -181,8 +181,7 @@ class Engine(ABC):
         :raises QueueFullError, DeadlineError: under overload.
         :raises EngineClosedError: if the engine is draining or closed, or closes before the answer.
         :raises ExecutionError, DeviceError: if the batch failed.
-        :raises UsageError: if called on another event loop than the engine's, in a forked process, or from
-            within a function that the engine is running, or that such a function waits for.
+        :raises UsageError: if called on another event loop than the engine's, or in a forked process.
         """
 
     @abstractmethod

@@ -1,27 +1,22 @@
-"""Limits of a piece of work: one deadline and priority for all its requests, and the run it is part of."""
+"""Limits of a piece of work: one deadline and one priority for all its requests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from asynctrt._util import clock
-from asynctrt._util.nesting import NestedRun, Runs
 from asynctrt._util.validation import int_or_none, timeout_ns_of
 from asynctrt.errors import DeadlineError, InputError, show
 
-T = TypeVar("T")
 
-
-@dataclass(slots=True)  # Not frozen, which is slower to create: each run of a function has one.
+@dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits for every request of a piece of work, besides the request's own. Never modified."""
+    """Limits for every request of a piece of work, besides the request's own."""
 
     deadline_ns: int | None = None
     priority: int = 0
-    run: NestedRun | None = None
-    """The run of a function that the work is part of, or was part of: it may be over."""
 
     def left_ns(self) -> int | None:
         """Return the ns until the deadline, or ``None`` without a deadline.
@@ -62,25 +57,6 @@ hold_no_longer = _LIMITS.reset
 """Restore the previous limits."""
 
 
-def run_here() -> NestedRun | None:
-    """Return the run of a function that this code is part of, or ``None``."""
-    limits = _LIMITS.get()
-    if limits is None or limits.run is None or limits.run.is_over:
-        return None
-    return limits.run
-
-
-def run_in(runs: Runs, function: Callable[[], T]) -> T:
-    """Call a function as one of ``runs``, within the limits that hold here."""
-    run, around = NestedRun(runs), _LIMITS.get() or Limits()
-    token = _LIMITS.set(Limits(around.deadline_ns, around.priority, run))
-    try:
-        return function()
-    finally:
-        _LIMITS.reset(token)
-        run.end()
-
-
 @contextmanager
 def within(timeout: float | None = None, *, priority: int = 0) -> Iterator[None]:
     """Apply one deadline and one priority to every engine call inside the block.
@@ -103,7 +79,7 @@ def within(timeout: float | None = None, *, priority: int = 0) -> Iterator[None]
         level = max(level, around.priority)
         if around.deadline_ns is not None:
             deadline_ns = around.deadline_ns if deadline_ns is None else min(deadline_ns, around.deadline_ns)
-    token = _LIMITS.set(Limits(deadline_ns, level, run_here()))
+    token = _LIMITS.set(Limits(deadline_ns, level))
     try:
         yield
     finally:

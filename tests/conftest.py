@@ -26,7 +26,7 @@ SERVING = (
 )
 TOP = (
     *("batch_citizen", "batch_decorator", "client", "clients", "clients_unkind", "engine", "engine_unkind"),
-    *("failures", "left_behind", "limits", "no_threads", "pipeline", "pipeline_unkind", "run_on"),
+    *("failures", "left_behind", "limits", "no_threads", "pipeline", "run_on"),
 )
 TRANSPORTS = (
     *("_util", "gpu", "loadtest", "testing"),

@@ -131,7 +131,7 @@ class TestOpening:
             engine = await asynctrt.open(double_model())
             engines.append(engine)
             if is_pipeline:
-                pipeline = asynctrt.Pipeline(engine, inputs=engine.inputs, outputs=engine.outputs)
+                pipeline = asynctrt.Pipeline(engine.infer, inputs=engine.inputs, outputs=engine.outputs)
                 engines.append(pipeline)
             tasks = [asyncio.create_task(one.aclose()) for one in engines]
             for _ in range(steps):

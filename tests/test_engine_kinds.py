@@ -29,7 +29,11 @@ async def opened(kind):
         async with local.opened(model(), device="host") as (engine, _, _):
             yield engine
     elif kind == "pipeline":
-        async with asynctrt.Pipeline(lambda inputs: inputs, inputs=ROW, outputs=ROW) as engine:
+
+        async def same(inputs):
+            return inputs
+
+        async with asynctrt.Pipeline(same, inputs=ROW, outputs=ROW) as engine:
             yield engine
     else:
         async with asynctrt.open(model()) as engine:

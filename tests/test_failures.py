@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import threading
 import traceback
 import weakref
 from contextlib import asynccontextmanager
@@ -27,7 +26,7 @@ from asynctrt.errors import (
     QueueFullError,
 )
 from asynctrt.testing import LatchDevice
-from tests.helpers import WAIT_S, until
+from tests.helpers import until
 from tests.serving.support import serving
 from tests.workers import double, local
 from tests.workers.models import SEGFAULT
@@ -406,13 +405,13 @@ class TestPipeline:
     def call(self, pipeline, array, submits, **settings):
         return (pipeline.submit if submits else pipeline.infer)(array, **settings)
 
-    @pytest.mark.parametrize("stages", [1, 2])
     @pytest.mark.parametrize("function", PIPELINE)
-    async def test_a_stage_that_fails(self, watch, function, stages, submits):
-        def first(inputs):
-            return {"x": inputs["x"]}
+    async def test_a_function_that_fails(self, watch, function, submits):
+        async def stage(inputs):
+            found = function(inputs)
+            return await found if asyncio.iscoroutine(found) else found
 
-        async with Pipeline(*[first][: stages - 1], function, inputs=X, outputs=Y) as pipeline:
+        async with Pipeline(stage, inputs=X, outputs=Y) as pipeline:
             for _ in range(3):
                 call = self.call(pipeline, watch.rows(), submits)
                 await ends(call, with_error=(ExecutionError, InputError))
@@ -424,65 +423,29 @@ class TestPipeline:
     async def test_an_engine_that_fails(self, watch, function, rows, submits):
         async with (
             asynctrt.open(model(function), max_rows=4) as engine,
-            Pipeline(engine, inputs=X, outputs=Y) as pipeline,
+            Pipeline(engine.infer, inputs=X, outputs=Y) as pipeline,
         ):
             call = self.call(pipeline, watch.rows(rows), submits)
             await ends(call, with_error=ExecutionError)
             del call
             await all_gone(watch)
 
-    async def test_what_waits_for_a_thread(self, watch, submits):
-        go = threading.Event()
-
-        def stage(inputs):
-            assert go.wait(WAIT_S)
-            return inputs
-
-        async with Pipeline(stage, named, inputs=X, outputs=Y) as pipeline:
-            first = asyncio.ensure_future(pipeline.infer(np.ones((1, WIDTH), np.float32)))
-            await until(pipeline._free_threads.locked)
-            call = self.call(pipeline, watch.rows(), submits, timeout=0.01)
-            await ends(call, with_error=DeadlineError)
-            call = asyncio.ensure_future(self.call(pipeline, watch.rows(), submits))
-            await until(lambda: pipeline.statistics().in_flight_batches == 2)
-            await cancelled(call)
-            del call
-            go.set()
-            await first
-            await all_gone(watch)
-
-    @pytest.mark.parametrize("end", ["cancel", "close", "full", "timeout"])
+    @pytest.mark.parametrize("end", ["cancel", "close", "full"])
     async def test_what_is_under_way(self, watch, end, submits):
         began = asyncio.Event()
 
-        async def stage(inputs, call):
+        async def stage(inputs):
             began.set()
             await asyncio.Event().wait()
 
-        async def late(inputs, call):
-            began.set()
-            await until(lambda: pipeline._loop.time() > end_s)
-            return inputs
-
-        async with Pipeline(
-            late if end == "timeout" else stage,
-            named,
-            inputs=X,
-            outputs=Y,
-            max_in_flight=1,
-            close_timeout=0.0,
-        ) as pipeline:
-            end_s = pipeline._loop.time() + 0.01
-            timeout = 0.005 if end == "timeout" else None
-            call = asyncio.ensure_future(self.call(pipeline, watch.rows(), submits, timeout=timeout))
+        async with Pipeline(stage, inputs=X, outputs=Y, max_in_flight=1, close_timeout=0.0) as pipeline:
+            call = asyncio.ensure_future(self.call(pipeline, watch.rows(), submits))
             await began.wait()
             if end == "cancel":
                 await cancelled(call)
             elif end == "close":
                 await pipeline.aclose()
                 await ends(call, with_error=EngineClosedError)
-            elif end == "timeout":
-                await ends(call, with_error=DeadlineError)
             else:
 
                 async def infer():

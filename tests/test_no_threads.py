@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -137,23 +136,6 @@ async def test_no_thread_to_copy_in_for_a_worker(refused):
             answers = await asyncio.gather(*[engine.infer(number * array) for number in range(4)])
             assert all((answer["y"] == 2 * number).all() for number, answer in enumerate(answers))
     assert engine._front._heap.blocks == 0
-
-
-async def test_no_thread_for_a_stage_of_a_pipeline(refused):
-    """Each call that is refused gives its place back once, and what it asked for never runs."""
-    ran = []
-    async with (
-        asyncio.timeout(WAIT_S),
-        asynctrt.Pipeline(lambda given: given, inputs=ROW, outputs=ROW, threads=2, name="two") as pipeline,
-    ):
-        refused.names = ("asynctrt-two",)
-        for number in range(3):
-            with pytest.raises(RuntimeError, match="new thread"):
-                await pipeline.run_in_thread(partial(ran.append, number))
-        refused.names = ()
-        assert await pipeline.run_in_thread(lambda: 5) == 5
-        assert pipeline._free_threads._value == 2
-    assert not ran
 
 
 def test_those_threads_that_there_are_serve_what_none_is_started_for(refused):

@@ -313,7 +313,7 @@ async def test_what_names_no_outputs_is_refused_before_it_is_queued(kind, output
     async with local.opened(encoder(), device="host") as (isolated, direct, _):
         engine = isolated if kind == "workers" else direct
         if kind == "pipeline":
-            engine = Pipeline(direct, inputs=direct.inputs, outputs=direct.outputs)
+            engine = Pipeline(direct.infer, inputs=direct.inputs, outputs=direct.outputs)
         for call in (engine.infer, engine.submit):
             with pytest.raises(InputError, match=says):
                 await call(rows(1), outputs=outputs)
@@ -328,7 +328,10 @@ async def test_a_text_that_is_the_default_by_value_alone():
 
 async def test_a_pipeline_answers_with_what_is_named():
     async with asynctrt.open(encoder()) as engine:
-        embed = lambda given, call: call.infer(engine, given, outputs=["embedding", "label"])  # noqa: E731
+
+        async def embed(given):
+            return await engine.infer(given, outputs=["embedding", "label"])
+
         kept = [spec for spec in engine.outputs if spec.name != "hidden"]
         async with Pipeline(embed, inputs=engine.inputs, outputs=kept) as pipeline:
             check(await pipeline.infer(rows(3), outputs=["label"]), [3], ["label"])

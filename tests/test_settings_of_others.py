@@ -63,10 +63,10 @@ async def test_what_a_function_gives_is_rounded(run_on):
 
 
 async def test_what_a_stage_gives_is_rounded():
-    async with (
-        asyncio.timeout(WAIT_S),
-        Pipeline(lambda given: {"y": wide(given)}, inputs=X, outputs=Y) as one,
-    ):
+    async def stage(given):
+        return {"y": wide(given)}
+
+    async with asyncio.timeout(WAIT_S), Pipeline(stage, inputs=X, outputs=Y) as one:
         assert (await one.infer(rows(1, dims=(2,))))["y"].tolist() == [[0, np.inf]]
 
 
@@ -106,7 +106,11 @@ class TestByteOrder:
         async with asynctrt.open(FunctionModel(swap, inputs=X, outputs=Y)) as engine:
             result = (await engine.infer(given))["y"]
             assert (result.tolist(), result.dtype.isnative) == ([[3, 3]], True)
-        async with Pipeline(lambda given: {"y": given["x"].astype(self.SWAPPED)}, inputs=X, outputs=Y) as one:
+
+        async def stage(given):
+            return {"y": given["x"].astype(self.SWAPPED)}
+
+        async with Pipeline(stage, inputs=X, outputs=Y) as one:
             result = (await one.infer(given))["y"]
             assert (result.tolist(), result.dtype.isnative) == ([[1.5, 1.5]], True)
 

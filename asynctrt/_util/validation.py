@@ -473,26 +473,3 @@ def timeout_ns_of(timeout: Any) -> int:
     if not seconds >= 0:
         raise InputError(f"timeout must be a number of seconds ≥ 0, not {show(timeout)}")
     return int(seconds * 1e9) if seconds < TIMEOUT_NS_MAX / 1e9 else TIMEOUT_NS_MAX
-
-
-def takes_second(function: Callable[..., Any], name: str, *, if_unknown: bool) -> bool:
-    """Return whether to call a user's function with a second argument.
-
-    An optional second parameter belongs to the function, unless it has this name.
-
-    :param if_unknown: the result for a built-in without a signature, and for ``*args``.
-    :raises ValueError: if it can be called with neither one argument nor two.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return if_unknown
-    parameters = signature.parameters.values()
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    needed = sum(one.default is one.empty for one in positional)
-    is_open = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    keywords = [one for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
-    if needed > 2 or keywords or not (positional or is_open):
-        raise ValueError(f"its signature is {signature}")
-    is_named = len(positional) > 1 and positional[1].name == name
-    return needed == 2 or is_named or (if_unknown and is_open and not needed)

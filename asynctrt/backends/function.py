@@ -14,7 +14,7 @@ import numpy as np
 
 from asynctrt._util import clock
 from asynctrt._util.loops import opening_loop
-from asynctrt._util.validation import choice, rising_sizes, takes_second
+from asynctrt._util.validation import choice, rising_sizes
 from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream, RunOn, Unfinished, warn_if_held
@@ -82,8 +82,7 @@ class FunctionModel(ModelBase):
 
     The function may change both mappings and write to its inputs, but it must not keep the arrays: they are
     in the batch's slab, which the next batch will reuse. If it raises, only its batch fails, with an
-    :class:`ExecutionError`. It must not wait for its own engine: calling the engine from its run, or from a
-    run that it waits for, raises :class:`UsageError`.
+    :class:`ExecutionError`. It must not wait for its own engine, which waits for it.
 
     It runs in a thread of the device, so it may block, call ``asyncio.run``, or use libraries that are not
     allowed on an event loop. With ``contexts=1`` every batch runs in the same thread, which database
@@ -651,11 +650,24 @@ def refuse_generators(function: BatchFunction) -> None:
 def _takes_outputs(function: BatchFunction) -> bool:
     """Return whether a function is called with its inputs and outputs rather than with its inputs alone.
 
+    An optional second parameter belongs to the function, unless it is called ``outputs``. A function without
+    a signature, or with only ``*args``, gets both.
+
     :raises ModelError: if it accepts neither.
     """
     try:
-        return takes_second(function, "outputs", if_unknown=True)
-    except ValueError as error:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    parameters = signature.parameters.values()
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    needed = sum(one.default is one.empty for one in positional)
+    is_open = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    keywords = [one for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+    if needed > 2 or keywords or not (positional or is_open):
         raise ModelError(
-            f"{show(function)} is called as function(inputs) or function(inputs, outputs), and {error}"
-        ) from None
+            f"{show(function)} is called as function(inputs) or function(inputs, outputs), and its signature "
+            f"is {signature}"
+        )
+    is_named = len(positional) > 1 and positional[1].name == "outputs"
+    return needed == 2 or is_named or (is_open and not needed)

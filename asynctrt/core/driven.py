@@ -8,17 +8,16 @@ callers when the reaper has seen a batch's event. With worker processes it is th
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Final, Protocol
 
-from asynctrt._util.nesting import NestedRun, Runs
 from asynctrt._util.validation import output_names, priority_of, timeout_ns_of
 from asynctrt.core.inputs import InputCheck, Inputs, Outputs
 from asynctrt.core.splitting import SplitCall
 from asynctrt.engine import HOST, Engine
 from asynctrt.errors import AsynctrtError, EngineClosedError
-from asynctrt.limits import limits_here, run_here
+from asynctrt.limits import limits_here
 from asynctrt.options import Options
 from asynctrt.runtime.driver import Driver
 from asynctrt.scheduling.key import BatchKey
@@ -78,7 +77,6 @@ class DrivenEngine(Engine):
         check: InputCheck,
         limit: Callable[[BatchKey], int],
         rows_unsplit: int,
-        runs: Runs,
         plain: Driver | None = None,
     ) -> None:
         super().__init__(loop, options)
@@ -87,7 +85,6 @@ class DrivenEngine(Engine):
         self._validate = check.validate
         self._limit = limit
         self._rows_unsplit = rows_unsplit
-        self._runs = runs
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
         self._plain = plain if self._timeout_ns is None else None
 
@@ -199,15 +196,10 @@ class DrivenEngine(Engine):
         names = None
         if outputs is not HOST:
             key, names = self._wanted(outputs, arrays, rows, key)
-        timeout_ns, priority, run = self._checked(timeout, priority)
-        queued: Request | SplitCall
+        timeout_ns, priority = self._checked(timeout, priority)
         if self._fits(rows, key):
-            queued = self._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
-        else:
-            queued = self._split(arrays, rows, key, priority, timeout_ns, names)
-        if run is not None:
-            self._wait_in(run, [queued] if isinstance(queued, Request) else queued.requests)
-        return queued
+            return self._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
+        return self._split(arrays, rows, key, priority, timeout_ns, names)
 
     def _queue_unlimited(
         self,
@@ -224,30 +216,18 @@ class DrivenEngine(Engine):
     def _fits(self, rows: int, key: BatchKey) -> bool:
         return rows <= self._rows_unsplit or rows <= self._limit(key)
 
-    def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int, NestedRun | None]:
+    def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int]:
         """Return a call's timeout in ns and its priority, limited by :func:`asynctrt.within`.
-
-        Also return the function's run that makes the call, if there is one.
 
         :raises InputError: for an invalid timeout or priority.
         :raises DeadlineError: if no time is left within :func:`asynctrt.within`.
-        :raises UsageError: if the run would wait for itself.
         """
         level = priority_of(priority, self._options.priorities)
         timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
         limits = limits_here()
         if limits is None:
-            return timeout_ns, level, None
-        timeout_ns, level = limits.stricter(timeout_ns, level, self._options.priorities)
-        run = run_here()
-        if run is not None:
-            run.check(self._runs)
-        return timeout_ns, level, run
-
-    def _wait_in(self, run: NestedRun, requests: Sequence[Request]) -> None:
-        """Record that a run of a function waits for requests of this engine."""
-        for request in requests:
-            run.wait_for(self._runs, request.future)
+            return timeout_ns, level
+        return limits.stricter(timeout_ns, level, self._options.priorities)
 
     def _wanted(
         self, outputs: Outputs, arrays: tuple[Any, ...], rows: int, key: BatchKey

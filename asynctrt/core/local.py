@@ -86,7 +86,6 @@ class LocalEngine(DrivenEngine):
             check=check,
             limit=scheduler.limit,
             rows_unsplit=0 if parts.shapes.limit_varies else capacity.rows_max,
-            runs=pool.runs,
             plain=driver,
         )
         parts.divide_device(scheduler, options, loop, driver.pump_soon)

@@ -13,7 +13,6 @@ from typing import Final, cast
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import current
-from asynctrt._util.nesting import Runs
 from asynctrt.backends.base import (
     Binding,
     Model,
@@ -97,7 +96,6 @@ class ComputeOrder:
 class PooledContext:
     """An execution context and everything it needs to run one batch at a time.
 
-    :param runs: the engine's runs. On the host device they include all work on the stream.
     :param keeps_thread: whether its work keeps to one thread on the host device.
     """
 
@@ -106,7 +104,6 @@ class PooledContext:
         device: Device,
         model: Model,
         arena: Arena | None,
-        runs: Runs | None = None,
         *,
         keeps_thread: bool = False,
     ) -> None:
@@ -122,7 +119,7 @@ class PooledContext:
         """The latest job, running or done, of a thread that reads or writes its slabs."""
         self.stream = device.create_stream()
         if isinstance(self.stream, HostStream):
-            self.stream.belong_to(model.name, runs or Runs(model.name), keeps_thread=keeps_thread)
+            self.stream.belong_to(model.name, keeps_thread=keeps_thread)
         self.timed = BatchEvents(device, are_timed=True)
         self.untimed = BatchEvents(device, are_timed=False)
         try:
@@ -425,8 +422,6 @@ class ContextPool:
         self.padding = padding
         """The dimensions and inputs to pad."""
         self._model = model
-        self.runs = Runs(model.name)
-        """The runs on its contexts, on the host device."""
         self._rows_held = rows_held or (lambda _: rows_max)
         self._profile_of = profile_of
         self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
@@ -596,9 +591,7 @@ class ContextPool:
         for index in range(contexts):
             arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
-            self.contexts.append(
-                PooledContext(self._device, self._model, arena, self.runs, keeps_thread=keeps_thread)
-            )
+            self.contexts.append(PooledContext(self._device, self._model, arena, keeps_thread=keeps_thread))
             if index == 0 and contexts > 1 and not self._device.unified:
                 each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
                 check_room(

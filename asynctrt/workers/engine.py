@@ -9,7 +9,6 @@ from typing import Any, Final, NoReturn
 
 from asynctrt._util.cgroup import memory_nbytes
 from asynctrt._util.loops import see_through_in_thread, wait_shielded
-from asynctrt._util.nesting import Runs
 from asynctrt.core.driven import DrivenEngine
 from asynctrt.core.loading import ENGINE_NAME
 from asynctrt.core.padded_inputs import front_check
@@ -61,7 +60,6 @@ class IsolatedEngine(DrivenEngine):
             limit=lambda _: description.max_rows,
             # The workers split what is larger than a batch.
             rows_unsplit=options.max_queue_rows,
-            runs=Runs(description.name),  # They are in the workers, which cannot ask this engine.
         )
         self._front = front
         self._description = description

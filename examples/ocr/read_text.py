@@ -29,7 +29,6 @@ from starlette.routing import Mount, Route
 import asynctrt
 from asynctrt import Array, Engine, InputError, Pipeline, TensorSpec
 from asynctrt.client import JAVASCRIPT
-from asynctrt.pipeline import Call
 from asynctrt.serving import kserve_app
 
 HERE = Path(__file__).parent
@@ -162,14 +161,15 @@ def shortened(text: str, nbytes: int) -> bytes:
 def make_reader(detector: Engine, recogniser: Engine, characters: list[str]) -> Pipeline:
     """Return the pipeline: from the bytes of a picture to its lines."""
 
-    async def find_and_read(given: dict[str, Any], call: Call) -> dict[str, Any]:
-        (areas,) = (await call.infer(detector, given["x"])).values()
-        boxes = await call.in_thread(find_boxes, areas[0, 0], given["size"])
+    async def read_lines(inputs: dict[str, Array]) -> dict[str, Any]:
+        given = await asyncio.to_thread(decode, inputs)
+        (areas,) = (await detector.infer(given["x"])).values()
+        boxes = await asyncio.to_thread(find_boxes, areas[0, 0], given["size"])
 
         async def line(box: tuple[int, int, int, int]) -> tuple[str, float]:
-            row = await call.in_thread(cut_out, given["page"], box)
-            (scores,) = (await call.infer(recogniser, row)).values()
-            return await call.in_thread(read, scores[0], characters)
+            row = await asyncio.to_thread(cut_out, given["page"], box)
+            (scores,) = (await recogniser.infer(row)).values()
+            return await asyncio.to_thread(read, scores[0], characters)
 
         # Unlike gather, it leaves nothing behind if a line fails.
         async with asyncio.TaskGroup() as group:
@@ -182,7 +182,7 @@ def make_reader(detector: Engine, recogniser: Engine, characters: list[str]) -> 
             "box": np.array([box for _, _, box in kept], np.float32).reshape(1, -1, 4) / given["scale"],
         }
 
-    return Pipeline(decode, find_and_read, inputs=IMAGE, outputs=[TEXT, SCORE, BOX], name="reader", threads=2)
+    return Pipeline(read_lines, inputs=IMAGE, outputs=[TEXT, SCORE, BOX], name="reader")
 
 
 @asynccontextmanager

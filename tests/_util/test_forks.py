@@ -109,7 +109,10 @@ async def an_engine():
 
 @asynccontextmanager
 async def a_pipeline():
-    async with Pipeline(lambda given: {"y": given["x"]}, **SPECS) as pipeline:
+    async def same(given):
+        return {"y": given["x"]}
+
+    async with Pipeline(same, **SPECS) as pipeline:
         yield calls_of(pipeline)
         await pipeline.infer(np.zeros((1, 4), np.float32))
 

@@ -123,11 +123,14 @@ async def test_a_request_that_fails_or_is_cancelled_has_an_error(recorded):
 
 @pytest.mark.anyio
 async def test_stages_of_a_pipeline_are_within_its_request(recorded):
+    async def whole(inputs):
+        return await engine.infer(inputs)
+
     provider, spans = recorded
     spec = TensorSpec("input", np.float32, (4,)), TensorSpec("output", np.float32, (4,))
     async with (
         asynctrt.open(double_model()) as engine,
-        asynctrt.Pipeline(engine, inputs=spec[0], outputs=spec[1]) as pipeline,
+        asynctrt.Pipeline(whole, inputs=spec[0], outputs=spec[1]) as pipeline,
     ):
         trace_requests(engine, name="stage", tracer_provider=provider)
         trace_requests(pipeline, tracer_provider=provider)

@@ -102,7 +102,7 @@ async def test_threads_scrape_while_requests_are_answered(registry):
     async with (
         asynctrt.open(double_model(), max_rows=64) as engine,
         asynctrt.open("tests.models:double_model", isolation="process", max_rows=64) as isolated,
-        asynctrt.Pipeline(engine, inputs=spec[0], outputs=spec[1]) as pipeline,
+        asynctrt.Pipeline(engine.infer, inputs=spec[0], outputs=spec[1]) as pipeline,
     ):
         engines = {"engine": engine, "isolated": isolated, "pipeline": pipeline}
         registry.register(EngineCollector(engines))

@@ -64,7 +64,7 @@ def opening():
 
 
 def pipeline_on_no_loop():
-    return asynctrt.Pipeline(print, inputs=model.inputs, outputs=model.outputs)
+    return asynctrt.Pipeline(of_a_model, inputs=model.inputs, outputs=model.outputs)
 
 
 async def of_a_model():
@@ -87,7 +87,7 @@ async def engine():
 async def pipeline():
     async with asynctrt.open(double_model()) as engine:
         try:
-            yield asynctrt.Pipeline(engine, inputs=engine.inputs, outputs=engine.outputs)
+            yield asynctrt.Pipeline(engine.infer, inputs=engine.inputs, outputs=engine.outputs)
         finally:
             closed.append(engine)
 

@@ -367,11 +367,13 @@ class TestInABrowser:
 
     async def test_a_pipeline_has_no_bars_for_sizes_that_are_not_used(self, chromium):
         """It takes requests of up to 16,384 rows, and the names of 15 bars would cover each other."""
+
+        async def same(inputs):
+            return inputs
+
         spec = asynctrt.TensorSpec("x", "float32", (4,))
         async with (
-            asynctrt.Pipeline(
-                lambda inputs: inputs, inputs=spec, outputs=spec, max_in_flight=16384
-            ) as pipeline,
+            asynctrt.Pipeline(same, inputs=spec, outputs=spec, max_in_flight=16384) as pipeline,
             Site(("same", pipeline)) as site,
             browser(chromium) as (page, wrong),
         ):

@@ -282,7 +282,7 @@ class TestErrors:
         """The trap: gRPC copies answers as it copies requests, and everybody waits."""
         calls = []
 
-        def widened(inputs):
+        async def widened(inputs):
             calls.append(len(inputs["input"]))
             return {"output": np.ones((calls[-1], 1100), np.float32)}
 

@@ -14,11 +14,10 @@ from typing import Final, Literal
 import numpy as np
 
 from asynctrt._util import clock
-from asynctrt._util.nesting import NestedRun, Runs
 from asynctrt.devices.base import Buffer, Event, Stream
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import DeviceError, ExecutionError
-from asynctrt.limits import Limits, hold_from_here, hold_no_longer
+from asynctrt.limits import hold_from_here, hold_no_longer
 
 InPlace = Literal["auto", "always", "never"]
 
@@ -236,7 +235,6 @@ class HostStream:
         self.ran_ns = 0
         """How long its work has run so far, in ns, in place or on threads."""
         self._name = "the work"
-        self._runs = Runs(self._name)
         self._in_place = in_place
         self._now_ns = now_ns
         self._operations: deque[Callable[[], bool]] = deque()
@@ -264,14 +262,12 @@ class HostStream:
         # Work blocked by an abandoned stream is not waiting for its turn: it hangs too.
         return self.is_computing or (awaited is not None and awaited.is_abandoned)
 
-    def belong_to(self, model: str, runs: Runs, *, keeps_thread: bool) -> None:
+    def belong_to(self, model: str, *, keeps_thread: bool) -> None:
         """Set the model whose work it runs, for the log. Call this before it has any work.
 
-        :param runs: the engine's runs; each work on this stream is one of them.
         :param keeps_thread: whether all of its work runs in one thread, until some hangs there.
         """
         self._name = repr(model)
-        self._runs = runs
         if keeps_thread:
             self.threads.settle(self)
 
@@ -318,15 +314,14 @@ class HostStream:
             in_place = self._in_place == "auto" and running is not None
             if self._is_served or not in_place:
                 work = partial(OnLoop, work, loop, self._name)
-        may_wait = run_on != "auto"
         if self._is_served:
-            self._put(Launched(self._run, work, label, in_place=False, may_wait=may_wait))
+            self._put(Launched(self._run, work, label, in_place=False))
         elif in_place or (is_short and run_on == "auto"):
-            self._run(work, label, in_place=True, may_wait=may_wait)
+            self._run(work, label, in_place=True)
         elif is_short and self.threads.may_lend():
             self._run_in_thread(work, label)
         else:
-            self._put(Launched(self._run, work, label, in_place=False, may_wait=may_wait))
+            self._put(Launched(self._run, work, label, in_place=False))
 
     def _run_in_thread(self, work: Work, label: Hashable) -> None:
         """Run short work in a thread, and wait for it, for a short time.
@@ -336,7 +331,7 @@ class HostStream:
         """
         served = threading.Lock()
         served.acquire()
-        self._put(Launched(self._run, work, label, in_place=False, may_wait=True, is_awaited=True), served)
+        self._put(Launched(self._run, work, label, in_place=False, is_awaited=True), served)
         try:
             self.threads.lend_gil_until(served)
         except BaseException as error:
@@ -499,17 +494,13 @@ class HostStream:
                 return
             raise
 
-    def _run(
-        self, work: Work, label: Hashable, *, in_place: bool, may_wait: bool, is_awaited: bool = False
-    ) -> bool:
+    def _run(self, work: Work, label: Hashable, *, in_place: bool, is_awaited: bool = False) -> bool:
         start_ns = self._now_ns()
         left: object = None
         if not in_place:
             self.threads.hand_back()
-        run = token = None
-        if may_wait:  # For an engine, perhaps this one.
-            run = NestedRun(self._runs)
-            token = hold_from_here(Limits(run=run))
+        # In place it runs in the context of some caller, whose limits are not its limits.
+        token = hold_from_here(None) if in_place else None
         self.is_computing = True
         try:
             left = work()
@@ -528,12 +519,10 @@ class HostStream:
         if label is not None:
             self.threads.paces.observe(label, took_ns, in_place=in_place or is_awaited)
         if left is not None and isinstance(left, Unfinished):
-            return self._suspend(left, run or NestedRun(self._runs), in_place=in_place)
-        if run is not None:
-            run.end()
+            return self._suspend(left, in_place=in_place)
         return True
 
-    def _suspend(self, unfinished: Unfinished, run: NestedRun, *, in_place: bool) -> bool:
+    def _suspend(self, unfinished: Unfinished, *, in_place: bool) -> bool:
         """Block later operations until ``unfinished`` has finished; return False, as :meth:`_await` does."""
         over = HostEvent()
         over.begin(self)
@@ -543,10 +532,9 @@ class HostStream:
         self.is_computing = True
 
         def finish(error: BaseException | None) -> None:
-            run.end()
             over.reach(self._now_ns(), error)
 
-        token = hold_from_here(Limits(run=run))  # Code that it starts belongs to the run.
+        token = hold_from_here(None)  # As in `_run`.
         try:
             if in_place:
                 self._is_served = True
