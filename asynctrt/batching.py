@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
@@ -128,7 +128,7 @@ class ItemsDecorator(Protocol):
 
 
 class KeyedItemsDecorator(Protocol):
-    """What :func:`batch` returns with ``items=True`` and a key that names parameters, which are not lists."""
+    """What :func:`batch` returns with ``items=True`` and a key, whose parameters are not lists."""
 
     @overload
     def __call__(
@@ -156,7 +156,7 @@ def batch(
 def batch(
     *,
     items: Literal[True],
-    key: Callable[..., Hashable] | None = None,
+    key: None = None,
     run_on: FunctionRunsOn = "thread",
     **settings: Unpack[BatchSettings],
 ) -> ItemsDecorator: ...
@@ -164,7 +164,7 @@ def batch(
 def batch(
     *,
     items: Literal[False] = False,
-    key: Names | Callable[..., Hashable] | None = None,
+    key: Names | None = None,
     run_on: FunctionRunsOn = "thread",
     **settings: Unpack[BatchSettings],
 ) -> Decorator: ...
@@ -175,7 +175,7 @@ def batch(
     /,
     *,
     items: bool = False,
-    key: Names | Callable[..., Hashable] | None = None,
+    key: Names | None = None,
     run_on: FunctionRunsOn = "thread",
     **settings: Unpack[BatchSettings],
 ) -> Any:
@@ -237,11 +237,9 @@ def batch(
     ``__wrapped__`` there.
 
     :param items: whether the function takes lists of items, regardless of their type.
-    :param key: calls share a batch only if their keys are equal. Give the name of a parameter, such as
-        ``"model_id"``, several names, or a function. A key function is called on the event loop with a call's
-        arguments (without ``self``) and returns a hashable; all arguments are then stacked or passed as lists
-        as usual. A call whose key cannot be computed or hashed fails alone, before it is queued. The number
-        of keys is not limited: a key is forgotten once no call with it is waiting.
+    :param key: the name of a parameter, such as ``"model_id"``, or several: calls share a batch only if these
+        arguments are equal. A call whose key cannot be hashed fails alone, before it is queued. The number of
+        keys is not limited: a key is forgotten once no call with it is waiting.
     :param run_on: ``loop`` runs a plain function on the event loop instead of in a thread, which saves a lone
         caller about 0.1 ms. The function must be quick and must not block: nothing else runs on
         the loop meanwhile, and ``batch_timeout`` cannot end it. A run that holds the loop for more than 0.1 s
@@ -367,8 +365,7 @@ class Batched(Generic[P, R]):
         :raises InputError: if the call's key cannot be hashed, if an argument of the key is missing, or if an
             array of another library cannot be read as a NumPy array.
         :raises QueueFullError, DeadlineError: under overload.
-        :raises ExecutionError: if the function or the key function raised; the ``__cause__`` is its
-            exception.
+        :raises ExecutionError: if the function raised; the ``__cause__`` is its exception.
         """
         engine = self._engines.last()
         if engine is None or engine.loop is not running_loop():

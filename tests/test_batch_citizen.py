@@ -67,7 +67,7 @@ class TestCopies:
     async def test_a_function_without_a_name_is_copied_without_its_engines(self):
         threads = set()
 
-        @asynctrt.batch(items=True, max_rows=3, key=len, run_on="loop")
+        @asynctrt.batch(items=True, max_rows=3, run_on="loop")
         def local(words):
             threads.add(threading.get_ident())
             return [word.upper() for word in words]

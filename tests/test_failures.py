@@ -380,18 +380,6 @@ class TestBatch:
                 await function.aclose()
             await all_gone(watch)
 
-    async def test_a_key_that_fails(self, watch, items):
-        def key(array):
-            raise ValueError(array.shape)
-
-        @asynctrt.batch(items=items, key=key)
-        def function(arrays):
-            return arrays
-
-        async with function:
-            await ends(function(watch.rows()), with_error=ExecutionError)
-            await all_gone(watch)
-
 
 async def gives_nothing(_inputs):
     return {}

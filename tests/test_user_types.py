@@ -45,30 +45,17 @@ def keyed(x: Floats, model_id: str) -> Floats:
     return x + len(model_id)
 
 
-def model_of(x: Floats, model_id: str) -> str:
-    return model_id
-
-
-@asynctrt.batch(key=model_of)
-async def keyed_by_function(x: Floats, model_id: str) -> Floats:
-    return x + len(model_id)
-
-
 @asynctrt.batch(items=True, key=("lang", "style"), max_rows=8)
 async def translate(texts: list[str], lang: str, *, style: int = 0) -> list[bytes]:
     return [f"{text} {lang} {style}".encode() for text in texts]
 
 
-@asynctrt.batch(items=True, key=len)
+@asynctrt.batch(items=True)
 def shout(texts: list[str]) -> list[str]:
     return [text.upper() for text in texts]
 
 
-def second(text: str, model: int) -> int:
-    return model
-
-
-@asynctrt.batch(items=True, key=second)
+@asynctrt.batch(items=True)
 def rate(texts: list[str], models: list[int]) -> list[float]:
     return [float(len(text) + model) for text, model in zip(texts, models)]
 
@@ -78,7 +65,7 @@ class Models:
     def predict(self, items: list[str], model_id: int) -> list[float]:
         return [float(len(item) + model_id) for item in items]
 
-    @asynctrt.batch(items=True, key=second)
+    @asynctrt.batch(items=True)
     def rate(self, texts: list[str], models: list[int]) -> list[float]:
         return [float(len(text)) for text in texts]
 
@@ -89,7 +76,6 @@ class Models:
 
 async def use_keys(x: Floats) -> None:
     assert_type(await keyed(x, model_id="a"), Floats)
-    assert_type(await keyed_by_function(x, "a"), Floats)
     assert_type(await translate("text", "de", style=2), bytes)
     assert_type(await translate("text", lang="de"), bytes)
     assert_type(await shout("text"), str)

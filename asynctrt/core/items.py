@@ -11,8 +11,8 @@ import numpy as np
 
 from asynctrt._util.loops import is_cancelled
 from asynctrt._util.validation import check_names
-from asynctrt.backends.function import is_coroutine_function, own_error
-from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsError, copy_for, describe, show
+from asynctrt.backends.function import own_error
+from asynctrt.errors import ExecutionError, InputError, OptionsError, copy_for, describe, show
 from asynctrt.tensors import SHARED_NBYTES_MAX, Array, TensorSpec, as_numpy, has_masked, is_array
 
 PLAIN_KINDS: Final = "biufcUS"
@@ -25,47 +25,6 @@ INT64: Final = np.iinfo(np.int64)
 NUMBERS: Final[dict[type, type]] = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 
 
-class Key:
-    """The key of calls that may share a batch if their shapes agree. The base class has one key for all."""
-
-    once: frozenset[int | str] = frozenset()
-    """The places and names of the arguments that the function gets once, not once for each item."""
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """Return the key of a call: only calls with equal keys share a batch."""
-        return None
-
-    def bound(self) -> "Key":
-        """Return the key of calls without ``self``."""
-        return self
-
-
-class FunctionKey(Key):
-    """A key computed by a function of the call's arguments.
-
-    :param function: computes the key.
-    :param name: the name of the batched function, for messages.
-    """
-
-    def __init__(self, function: Callable[..., Hashable], name: str) -> None:
-        self._function = function
-        self._name = name
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """Return the key of a call.
-
-        :raises ExecutionError: if the function raises; an ``AsynctrtError`` propagates unchanged.
-        """
-        try:
-            return self._function(*args, **kwargs)
-        except AsynctrtError:
-            raise
-        except Exception as error:
-            raise ExecutionError(
-                f"the key function of {self._name!r} raised {describe(error)} for this call"
-            ) from error
-
-
 class Parameter(NamedTuple):
     """A parameter that a key names."""
 
@@ -76,8 +35,9 @@ class Parameter(NamedTuple):
     """``inspect.Parameter.empty`` if it has no default."""
 
 
-class NamedKey(Key):
-    """A key of the values of some parameters, and their types, since 1, 1.0 and True are equal.
+class Key:
+    """The values of some parameters, which calls that share a batch have in common, and their types, since 1,
+    1.0 and True are equal. Without parameters all calls share one key.
 
     :param name: the name of the batched function, for messages.
     """
@@ -86,7 +46,8 @@ class NamedKey(Key):
         self._parameters = tuple(parameters)
         self._name = name
         places = [parameter.place for parameter in self._parameters if parameter.place is not None]
-        self.once = frozenset([*places, *(parameter.name for parameter in self._parameters)])
+        self.once: frozenset[int | str] = frozenset([*places, *(one.name for one in self._parameters)])
+        """The places and names of the arguments that the function gets once, not once for each item."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """Return the key of a call.
@@ -106,31 +67,29 @@ class NamedKey(Key):
             key += (type(value), value)
         return tuple(key)
 
-    def bound(self) -> Key:
+    def bound(self) -> "Key":
         """Return the key of calls without ``self``, which all calls to an instance share."""
         shifted = [
             parameter if parameter.place is None else parameter._replace(place=parameter.place - 1)
             for parameter in self._parameters
         ]
-        return NamedKey([parameter for parameter in shifted if parameter.place != -1], self._name)
+        return Key([parameter for parameter in shifted if parameter.place != -1], self._name)
 
 
 def key_of(key: object, function: Callable[..., Any], name: str) -> Key:
     """Return the key that the option ``key=`` of a function asks for.
 
-    :raises OptionsError: if ``key`` is neither a function nor names of the function's parameters.
+    :raises OptionsError: if ``key`` is neither ``None`` nor names of the function's parameters.
     """
     if key is None:
-        return Key()
+        return Key((), name)
     names = [key] if isinstance(key, str) else key
     if isinstance(names, tuple | list) and names and all(isinstance(each, str) for each in names):
-        return NamedKey(_parameters_of(function, name, names), name)
-    if not callable(key) or is_coroutine_function(key):
-        raise OptionsError(
-            "key must be the name of a parameter, several names, or a function that is called with a call's "
-            f"arguments and returns its key (no coroutine function), not {show(key)}"
-        )
-    return FunctionKey(key, name)
+        return Key(_parameters_of(function, name, names), name)
+    raise OptionsError(
+        f"key must be the name of a parameter, or several names, not {show(key)}. For a key that is "
+        "computed, give the function a parameter, and let callers compute it"
+    )
 
 
 def _parameters_of(function: Callable[..., Any], name: str, names: Sequence[str]) -> list[Parameter]:
@@ -138,7 +97,7 @@ def _parameters_of(function: Callable[..., Any], name: str, names: Sequence[str]
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         raise OptionsError(
-            f"key names parameters of {name!r}, which has no signature. Give a function of a call's arguments"
+            f"key names parameters of {name!r}, which has no signature: wrap it in a function that has one"
         ) from None
     found = {
         each.name: Parameter(
@@ -178,7 +137,7 @@ class Groups:
         self._items = items
         # There are few shapes, so keep their groups: what a queue has learned of their batches helps the next
         # call. Keys may be large and never recur.
-        self._keeps = type(key) is Key
+        self._keeps = not key.once
         self._found: dict[Hashable, Group] = {}
         # How many groups have calls waiting in each queue.
         self._queued = [0] * GROUPS_MAX
