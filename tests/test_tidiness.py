@@ -17,12 +17,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 600
-LONG: dict[str, str] = {}
-"""What may be longer than the limits ("engine.py" or "engine.py:Engine.infer"), each with the reason."""
 
 
 class SizeWarning(UserWarning):
-    """Something is longer than its limit, or is needlessly listed in `LONG`."""
+    """Something is longer than its limit."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,16 +58,11 @@ def functions(scope, prefix=""):
 
 
 @pytest.mark.filterwarnings("always::tests.test_tidiness.SizeWarning")
-def test_functions_and_modules_are_short_or_listed_with_a_reason():
+def test_functions_and_modules_are_short():
     """Splitting what belongs together is worse than a long file, so this warns and does not fail."""
-    found = {name: (lines, limit) for name, lines, limit in sizes()}
-    for name, (lines, limit) in found.items():
-        if lines > limit and name not in LONG:
+    for name, lines, limit in sizes():
+        if lines > limit:
             warnings.warn(f"{name} has {lines} lines; the limit is {limit}", SizeWarning, stacklevel=1)
-    for name in LONG:
-        lines, limit = found.get(name, (0, 0))
-        if lines <= limit:
-            warnings.warn(f"{name} is listed as long, but has {lines} lines", SizeWarning, stacklevel=1)
 
 
 def test_every_module_says_what_it_is():
