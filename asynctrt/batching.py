@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
