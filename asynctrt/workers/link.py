@@ -14,7 +14,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from asynctrt._util import clock
 from asynctrt._util.forks import in_child
@@ -41,9 +41,6 @@ from asynctrt.workers.spares import Spares, pause_s
 from asynctrt.workers.spawn import OwnWorkers, WorkerHandle
 from asynctrt.workers.trials import Trials
 
-if TYPE_CHECKING:
-    from asynctrt.workers.front import Dispatcher
-
 GROUPS_MAX: Final = 8192
 """The maximum number of groups of one worker; the front holds the rest."""
 
@@ -63,6 +60,34 @@ KILL_S: Final = 5.0
 """How long a killed process may take to end."""
 
 logger = logging.getLogger("asynctrt")
+
+
+class LinkOwner(Protocol):
+    """The part of the front that a link uses."""
+
+    def answered(self, link: "Link", group: RequestGroup, fields: tuple[int, ...]) -> None:
+        """Answer the requests of a group."""
+
+    def room_for(self, group: RequestGroup, nbytes: int) -> int | None:
+        """Return a block for an answer that does not fit into the group's own."""
+
+    def returned(self, groups: list[RequestGroup], how: str) -> list[list[RequestGroup]]:
+        """Take groups back from a worker that died; return the suspects of each group, one by one."""
+
+    def hold(self, groups: list[RequestGroup]) -> None:
+        """Take back groups that may go to any link."""
+
+    def poisoned(self, group: RequestGroup, how: str) -> None:
+        """Fail the request that ends workers."""
+
+    def send_held(self) -> None:
+        """Give held groups to links."""
+
+    def link_lost(self) -> None:
+        """Continue with the other links, if there are any."""
+
+    def link_found(self) -> None:
+        """Accept requests again, if they were refused."""
 
 
 class Candidate:
@@ -108,7 +133,7 @@ class Link:
         self._options = want.options
         self._memory = memory
         self._spawner = spawner
-        self.owner: Dispatcher | None = None
+        self.owner: LinkOwner | None = None
         self.state = "starting"
         """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
         self.lost: DeviceLostError | None = None

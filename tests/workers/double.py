@@ -16,6 +16,13 @@ from asynctrt.workers.spawn import SPAWNER
 from tests.helpers import WAIT_S
 from tests.workers.models import HANG, SEGFAULT
 
+KIND = "tests.workers.models:kind"
+
+
+def opened(model=KIND, **settings):
+    """An engine of such workers: open it in :func:`workers`."""
+    return asynctrt.open(model, max_queue_rows=100_000, **{"isolation": "process", **settings})
+
 
 class Worker:
     """One that doubles its input as soon as it has it, unless it ``holds``. It dies of SEGFAULT, hangs

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import asynctrt
-from asynctrt.errors import DeadlineError, DeviceLostError, DeviceUnavailableError, ModelError, PoisonError
+from asynctrt.errors import DeviceLostError, DeviceUnavailableError, ModelError, PoisonError
 from tests.helpers import WAIT_S, until
 from tests.workers import models
 from tests.workers.models import HANG, ONCE, SEGFAULT, STOP, WAIT, rows
@@ -135,15 +135,6 @@ async def test_a_row_that_stops_its_worker():
         check([1, STOP, 2], await answered(engine, [1, STOP, 2]), {STOP})
 
 
-async def test_a_deadline_that_passes_while_there_is_no_worker():
-    async with opened() as engine:
-        await engine.infer(rows(1))
-        kill(engine)
-        await until(lambda: engine.state == "restarting")
-        with pytest.raises(DeadlineError, match="timeout of 1.000 ms"):
-            await engine.infer(rows(2), timeout=0.001)
-
-
 async def test_each_request_to_a_model_that_always_dies_fails():
     async with opened("tests.workers.models:deadly", isolation="spare") as engine:
         for error in await answered(engine, (1, 2, 3)):
@@ -164,17 +155,6 @@ async def test_a_warm_spare_takes_over():
         assert engine.workers[0].pid == spare
         check([2], await answered(engine, [2]))
         await until(lambda: link._spare is not None and link._spare.description is not None)
-
-
-async def test_a_spare_that_dies_does_no_harm():
-    async with opened(isolation="spare") as engine:
-        link = engine._front.links[0]
-        await until(lambda: link._spare is not None and link._spare.process is not None)
-        os.kill(link._spare.process.pid, signal.SIGKILL)
-        await until(lambda: link._spare is None)
-        check([1], await answered(engine, [1]))
-        kill(engine)
-        check([2], await answered(engine, [2]))
 
 
 async def test_the_other_device_goes_on(gate):  # noqa: F811

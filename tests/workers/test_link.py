@@ -12,7 +12,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-import asynctrt
 from asynctrt.errors import (
     DeadlineError,
     DeviceLostError,
@@ -25,16 +24,11 @@ from asynctrt.runtime.jobs import Copiers
 from asynctrt.workers import front, groups, link, spares
 from asynctrt.workers.link import FAILED_STARTS_MAX
 from tests.helpers import WAIT_S, until
-from tests.workers.double import workers
+from tests.workers.double import KIND, opened, workers
 from tests.workers.models import HANG, SEGFAULT, rows
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
-KIND = "tests.workers.models:kind"
 LARGE = "tests.workers.models:large"
-
-
-def opened(model=KIND, **settings):
-    return asynctrt.open(model, max_queue_rows=100_000, **{"isolation": "process", **settings})
 
 
 async def test_a_worker_that_is_ready_just_when_it_is_closed_is_not_used():

@@ -18,15 +18,10 @@ from asynctrt.workers.link import FAILED_STARTS_MAX
 from asynctrt.workers.spares import PAUSE_S_MAX, pause_s
 from tests.helpers import WAIT_S, until
 from tests.models import double_onnx, scale_onnx
-from tests.workers.double import workers
+from tests.workers.double import KIND, opened, workers
 from tests.workers.models import SEGFAULT, rows
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
-KIND = "tests.workers.models:kind"
-
-
-def opened(model=KIND, **settings):
-    return asynctrt.open(model, max_queue_rows=100_000, **{"isolation": "process", **settings})
 
 
 @pytest.fixture
