@@ -101,6 +101,8 @@ class Candidate:
         self.counts: Statistics | None = None
         self.is_attached = False
         """Whether it shares the front's memory."""
+        self.is_refused = False
+        """Whether the front cannot use it: they cannot share memory, or its engine is a different one."""
         self.is_hopeless = False
         """Whether the next one would fail in the same way, or callers have waited long enough."""
         self.started_ns = 0
@@ -393,8 +395,8 @@ class Link:
             self.first.set_result(candidate.description)
 
     def _refuse(self, candidate: Candidate, why: AsynctrtError) -> None:
-        """Give up a worker that this front cannot use, as one that could not open the engine."""
-        candidate.description, candidate.error = None, why
+        """Give up a worker that this front cannot use."""
+        candidate.is_refused, candidate.error = True, why
         self._give_up(candidate)
 
     def _have_spare(self) -> None:
@@ -441,7 +443,7 @@ class Link:
         self._detach()
         self._keep_counts(candidate)
         # A worker that was ready has opened the engine: other fronts of the server may have ended it.
-        if not self.first.done() and candidate.description is None:
+        if not self.first.done() and (candidate.description is None or candidate.is_refused):
             self.first.set_exception(_opening_error(candidate, how))
             self.state = "closed"
         elif candidate.is_hopeless or self.lost is not None:

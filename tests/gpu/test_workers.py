@@ -95,7 +95,7 @@ async def test_what_killed_workers_held_of_the_gpu_is_free_again():
 
 
 async def test_large_rows_are_copied_to_the_gpu_from_where_they_lie():
-    """Many slabs, which are pinned and used again, and a worker that dies meanwhile."""
+    """Many blocks, which are pinned and used again, and a worker that dies meanwhile."""
     async with opened("tests.gpu.fallible:large", device="cuda:0", max_rows=16) as engine:
         dim = engine.inputs[0].dims[0]
         for turn in range(6):
