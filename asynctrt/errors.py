@@ -8,6 +8,7 @@ An error from a model or an application may be of any class, so printing or copy
 No message is longer than ``MESSAGE_MAX``, whatever values or other messages it contains.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, cast
 
@@ -272,25 +273,37 @@ def _nearest(error: BaseException) -> AsynctrtError:
 
 
 def _copy(error: BaseException) -> Exception | None:
-    """Copy an error without its own methods, whatever its ``__init__`` takes; ``None`` if that fails, or if
-    the copy does not equal it."""
-    try:
-        if not isinstance(error, Exception) or any(_is_control_flow(kind) for kind in type(error).__mro__):
-            return None
-        _, args, *state = cast("tuple[Any, ...]", _builtin(type(error)).__reduce__(error))
-        made = _restore(type(error), args)
-        for values in state:
-            made.__setstate__(values)
-        if not isinstance(made, Exception) or made is error or type(made) is not type(error):
-            return None
-        if describe(made) != describe(error):
-            return None
-        notes = getattr(error, "__notes__", None)
-        if notes is not None:
-            made.__notes__ = list(notes)  # A separate list, because each caller may add to it.
-        made.__cause__ = error.__cause__ if error.__traceback__ is None else error
-    except BaseException:  # Foreign code ran, and the caller must get an answer whatever it raised.
+    """Copy an error by its own methods, or else without them; ``None`` if neither copy equals it."""
+    for way in (copy.copy, _duplicate):
+        try:
+            made = _copy_by(way, error)
+        except BaseException:  # Foreign code ran, and the caller must get an answer whatever it raised.
+            made = None
+        if made is not None:
+            return made
+    return None
+
+
+def _copy_by(way: Callable[[Any], Any], error: BaseException) -> Exception | None:
+    """Copy an error, which may raise; return ``None`` if the copy does not equal it."""
+    if not isinstance(error, Exception) or any(_is_control_flow(kind) for kind in type(error).__mro__):
         return None
+    made: Exception = way(error)
+    if made is error or type(made) is not type(error) or describe(made) != describe(error):
+        return None
+    notes = getattr(error, "__notes__", None)
+    if notes is not None:
+        made.__notes__ = list(notes)  # A separate list, because each caller may add to it.
+    made.__cause__ = error.__cause__ if error.__traceback__ is None else error
+    return made
+
+
+def _duplicate(error: BaseException) -> BaseException:
+    """Copy an error of a class whose ``__init__`` takes other parameters than ``args``."""
+    _, args, *state = cast("tuple[Any, ...]", _builtin(type(error)).__reduce__(error))
+    made = _restore(type(error), args)
+    for values in state:
+        made.__setstate__(values)
     return made
 
 

@@ -104,7 +104,7 @@ OPENED_OTHERWISE = {
         *("_util/cgroup.py", "backends/tensorrt/flavours.py", "loadtest/making.py"),
         *("doctor/probes/package.py", "plans/cache.py", "serving/sampler.py"),
     },
-    "/dev/null": {"__main__.py", "serving/listener.py"},
+    "/dev/null": {"__main__.py"},
     "of packages": {"cli/demo.py", "kserve/protobuf.py", "loadtest/page.py", "serving/dashboard.py"},
     "named on the command line of a load test": {
         f"loadtest/{name}.py" for name in ("command", "samples", "templates", "tls")
