@@ -76,10 +76,12 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
 
 
 def _accept(headers: Headers) -> bytes:
-    """Return what accepts a handshake, which the HTTP parser has found to be an upgrade.
+    """Return what accepts a handshake.
 
     :raises CallerError: if it is not a valid one.
     """
+    if b"upgrade" not in [one.strip() for one in headers.get(b"connection", b"").lower().split(b",")]:
+        raise CallerError("invalid websocket request: Connection must be Upgrade")
     key = headers.get(b"sec-websocket-key", b"")
     try:
         is_key = len(b64decode(key, validate=True)) == 16

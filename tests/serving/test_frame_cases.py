@@ -93,11 +93,6 @@ CASES = {
     # 5: fragments.
     "two parts": ([*parts(TEXT, b"a", b"b"), GOOD], [(TEXT, b"ab")], OK),
     "parts that are empty": ([*parts(TEXT, b"", b"", b""), GOOD], [(TEXT, b"")], OK),
-    "a large part and others": (
-        [*parts(BINARY, b"a" * 60_000, b"b" * 30_000, b""), *parts(BINARY, b"c", b"d" * 99_000), GOOD],
-        [(BINARY, b"a" * 60_000 + b"b" * 30_000), (BINARY, b"c" + b"d" * 99_000)],
-        OK,
-    ),
     "a ping between parts": (
         [frame(TEXT, b"a", fin=0), frame(PING, b"p"), frame(0, b"b"), GOOD],
         [(PONG, b"p"), (TEXT, b"ab")],
@@ -143,7 +138,6 @@ CASES = {
 async def test_every_frame_is_answered_as_it_should_be(monkeypatch, step):
     """Each case on a connection of its own: the answers, and the code of the close that follows them."""
     monkeypatch.setattr(frames, "WebSocketSession", Echo)
-    monkeypatch.setattr(frames, "ASSEMBLED_NBYTES_MIN", 50_000)
     async with serving(max_body=LIMIT) as server:
         for name, (sent, due, code) in CASES.items():
             async with connected(server) as raw:

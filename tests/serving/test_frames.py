@@ -18,15 +18,7 @@ from asynctrt.serving.turns import LONE_TURN_NS, TURN_NS
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
-from tests.serving.support import (
-    WAIT_S,
-    WEBSOCKET_KEY,
-    address,
-    connected,
-    engine_of,
-    handshake,
-    serving,
-)
+from tests.serving.support import WAIT_S, address, connected, engine_of, request, serving
 from tests.serving.test_websocket import binary, read
 from tests.serving.tls import certificate
 
@@ -46,6 +38,15 @@ async def receive(socket):
         return read(await socket.recv())
 
 
+async def test_fragmented_messages_and_pings():
+    message = binary(*range(50), id="x")
+    async with serving() as server, opened(server) as socket:
+        await socket.send([message[start : start + 37] for start in range(0, len(message), 37)])
+        assert (await receive(socket))[1] == [2.0 * value for value in range(50)]
+        async with asyncio.timeout(WAIT_S):
+            await (await socket.ping())
+
+
 async def test_compression_is_not_offered_and_not_needed():
     async with serving() as server, opened(server, compression="deflate") as socket:
         await socket.send(binary(1))
@@ -63,21 +64,30 @@ async def test_no_websocket_there(path, status):
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    "headers",
     [
-        ({"Sec_WebSocket_Key": ""}, 400),
-        ({"Sec_WebSocket_Key": "x"}, 400),
-        ({"Sec_WebSocket_Key": WEBSOCKET_KEY[4:]}, 400),
-        ({"Connection": "close, keep-alive"}, 426),
-        ({"Sec_WebSocket_Version": 8}, 426),
+        {"Upgrade": "websocket", "Connection": "Upgrade"},
+        {
+            "Upgrade": "websocket",
+            "Connection": "Upgrade",
+            "Sec-WebSocket-Key": "x",
+            "Sec-WebSocket-Version": "13",
+        },
+        {
+            "Upgrade": "websocket",
+            "Connection": "Upgrade",
+            "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+            "Sec-WebSocket-Version": "8",
+        },
     ],
-)
-async def test_a_broken_handshake(headers, status):
+)  # fmt: skip
+async def test_a_broken_handshake(headers):
     async with serving() as server, connected(server) as raw:
-        raw.send(handshake(**headers))
-        answer = await raw.answer()
-        assert (answer[0], answer[1]["connection"]) == (status, "close")
-        assert answer[1].get("sec-websocket-version") == ("13" if status == 426 else None)
+        raw.send(request("/v2/ws", **headers))
+        status, answered, _ = await raw.answer()
+        is_old = headers.get("Sec-WebSocket-Version") == "8"
+        assert (status, answered["connection"]) == (426 if is_old else 400, "close")
+        assert answered.get("sec-websocket-version") == ("13" if is_old else None)
 
 
 async def test_a_page_of_another_origin_is_refused():
@@ -157,6 +167,8 @@ async def test_backpressure_holds_a_connection_and_no_other():
 async def test_a_connection_that_rested_when_it_became_a_websocket_reads_as_that_says():
     """The trap: after its rest it read on, although the websocket had all that it may have by then."""
     device = LatchDevice(concurrency=1)
+    shake = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": "13"}
+    shake["Sec_WebSocket_Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
     frames = Frame(Opcode.BINARY, binary(1)).serialize(mask=True)
     frames += Frame(Opcode.TEXT, b'{"ping": 1}').serialize(mask=True) * 8000
     options = {"engine": {"device": device}, "max_requests_per_connection": 1}
@@ -164,7 +176,7 @@ async def test_a_connection_that_rested_when_it_became_a_websocket_reads_as_that
         stack.callback(device.open)
         await until(lambda: server._hub.connections)
         (connection,) = server._hub.connections
-        connection.data_received(handshake() + frames)
+        connection.data_received(request("/v2/ws", **shake) + frames)
         (socket,) = server._hub.connections
         for _ in range(5):
             await asyncio.sleep(0)
@@ -211,7 +223,15 @@ async def test_a_client_that_takes_no_answers_is_cut(often):
             slow.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, 4096)
             slow.setblocking(False)
             await loop.sock_connect(slow, (host, port))
-            await loop.sock_sendall(slow, handshake())
+            key = "dGhlIHNhbXBsZSBub25jZQ=="
+            shake = request(
+                "/v2/ws",
+                Upgrade="websocket",
+                Connection="Upgrade",
+                Sec_WebSocket_Key=key,
+                Sec_WebSocket_Version=13,
+            )
+            await loop.sock_sendall(slow, shake)
             message = binary(*range(500), id="x").replace(b'"id":"x"', b'"id": ""')
             frame = b"\x82\xfe" + len(message).to_bytes(2, "big") + bytes(4) + message
             sending = asyncio.create_task(loop.sock_sendall(slow, frame * 5000))
@@ -228,12 +248,28 @@ async def test_an_idle_connection_is_asked_and_then_closed(often):
         opened(server, ping_interval=None) as alive,
         connected(server) as dead,
     ):
-        dead.send(handshake())
+        dead.send(
+            request(
+                "/v2/ws",
+                Upgrade="websocket",
+                Connection="Upgrade",
+                Sec_WebSocket_Key="dGhlIHNhbXBsZSBub25jZQ==",
+                Sec_WebSocket_Version=13,
+            )
+        )
         await dead.answer()
         left = await dead.ended()
         assert left == b"\x89\x00", "it was pinged, did not answer, and was cut"
         await alive.send(binary(1))
         assert (await receive(alive))[1] == [2]
+
+
+async def test_text_that_is_no_utf_8():
+    async with serving() as server, opened(server) as socket:
+        await socket.send(b"\xff\xfe", text=True)
+        with pytest.raises(ConnectionClosed) as caught:
+            await receive(socket)
+        assert caught.value.rcvd.code == 1007
 
 
 async def test_a_clean_close_while_draining():

@@ -186,7 +186,7 @@ class TestSlowClients:
             assert not connection._transport.is_closing()
             assert connection._assembly is None
             assert not connection._frames
-            assert not connection._reader._input
+            assert not connection._unparsed
 
     async def test_messages_that_come_whole_are_not_cut(self, often):
         async with serving(request_timeout=0.05) as server, opened(server) as socket:

@@ -6,7 +6,9 @@ import zlib
 
 import numpy as np
 import pytest
+from websockets.asyncio.client import connect
 
+from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import RequestError, TooLargeError
 from asynctrt.serving import paced
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
@@ -15,6 +17,7 @@ from asynctrt.serving.http import CLOSED_MAX, HttpConnection
 from asynctrt.serving.http_reader import PIECES_NBYTES_MAX, RequestReader
 from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
 from asynctrt.serving.turns import LONE_TURN_NS
+from asynctrt.tensors import TensorSpec
 from tests.helpers import until
 from tests.models import rows
 from tests.serving.support import WAIT_S, request, serving
@@ -329,3 +332,27 @@ def test_a_body_is_inflated_in_pieces(level, nbytes):
     ):
         with pytest.raises(RequestError, match=why):
             decompress(broken, 4 * MIB)
+
+
+async def test_a_websocket_message_in_fragments_beside_a_large_one():
+    """What a large frame said of its size is nothing that the fragments of the next message must keep to."""
+    lengths = []
+    model = FunctionModel(
+        lambda inputs: lengths.append(inputs["input"].shape[1]) or {"output": inputs["input"][:, -1:]},
+        inputs=TensorSpec("input", "float32", ("n",)),
+        outputs=TensorSpec("output", "float32", (1,)),
+    )
+    async with serving({"last": model}) as server:
+        url = server.http_url.replace("http", "ws") + "/v2/models/last/ws"
+        async with asyncio.timeout(WAIT_S), connect(url, max_size=None, proxy=None) as socket:
+            for mib in (2, 5, 1):
+                values = np.arange(mib * MIB // 4, dtype=np.float32)
+                head = b'{"inputs":[{"name":"input","datatype":"FP32","shape":[1,%d],"parameters":' % len(
+                    values
+                )
+                head += b'{"binary_data_size":%d}}],"parameters":{"binary_data_output":true}}' % values.nbytes
+                raw = len(head).to_bytes(4, "little") + head + values.tobytes()
+                parts = [raw] if mib == 2 else [raw[at : at + 100_000] for at in range(0, len(raw), 100_000)]
+                await socket.send(parts if len(parts) > 1 else raw)
+                assert np.frombuffer((await socket.recv())[-4:], np.float32)[0] == values[-1]
+    assert lengths == [MIB // 2, 5 * MIB // 4, MIB // 4]
