@@ -35,7 +35,7 @@ OPTIONAL = {
     "starlette": set(),  # Only applications import it: our endpoints are plain ASGI.
     "typer": {"cli/app.py"},
     "uvicorn": set(),
-    "websockets": {"client/websocket.py", "serving/frame_reader.py"},
+    "websockets": {"client/websocket.py", "serving/frames.py"},
     "rich": {"cli/build_terminal.py", "cli/app.py", "loadtest/terminal.py"},  # Two bring it.
     "threadpoolctl": {"cli/demo.py"},
     "magika": set(),  # The demo reads its files and never imports it.

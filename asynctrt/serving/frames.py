@@ -1,30 +1,18 @@
-"""Speak websockets on an event loop: handshakes, answers, timeouts. ``frame_reader.py`` reads the frames."""
+"""Speak websocket frames on an event loop, with the sans-I/O protocol of ``websockets``.
+
+This is the only importer of ``websockets`` on the server's side.
+"""
 
 import asyncio
-from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Sequence
-from hashlib import sha1
 from typing import Any, Final
 
-from asynctrt.errors import AsynctrtError, CallerError, UnauthorizedError
-from asynctrt.kserve.datatypes import Buffer
-from asynctrt.serving.api import Headers, ModelRoute, UpgradeError, error_answer
+from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError, UnauthorizedError
+from asynctrt.kserve.datatypes import LENGTH_NBYTES, Buffer
+from asynctrt.serving.api import ModelRoute, UpgradeError, error_answer
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
-from asynctrt.serving.frame_reader import (
-    BINARY,
-    CLOSE,
-    HEAD_NBYTES,
-    INVALID_DATA,
-    PING,
-    PONG,
-    TEXT,
-    FrameError,
-    FrameReader,
-    Piece,
-    check_close,
-    frame_head,
-)
+from asynctrt.serving.frame_cutter import FINAL, FRAMES_MAX, KEY_NBYTES, MASKED, FrameCutter
 from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing, end_writing
 from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientPace, Hold
@@ -40,12 +28,31 @@ from asynctrt.serving.websocket import (
     with_token,
 )
 
-GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-"""What a handshake's key is hashed with."""
-TRY_AGAIN_LATER: Final = 1013
+try:
+    from websockets.frames import CloseCode, Frame, Opcode, apply_mask  # type: ignore[attr-defined]  # Not exported.
+    from websockets.http11 import Request
+    from websockets.protocol import State
+    from websockets.server import ServerProtocol
+except ImportError as error:
+    raise MissingExtraError("websockets need websockets: pip install 'asynctrt[serve]'") from error
 
 FORGIVEN_NBYTES: Final = 16
 """Bytes of overhead forgiven at each sweep, so that ten pings a second are always accepted."""
+
+SLICE_NBYTES: Final = 4 << 10
+LONG_SLICE_NBYTES: Final = 64 << 10
+"""Bytes parsed at a time; the second in the middle of a long message."""
+
+HEAD_NBYTES: Final = 2 + KEY_NBYTES
+"""The smallest head of a frame."""
+
+# Module-level names, because looking up an enumeration's member takes time for each message.
+TEXT, BINARY, CONT = Opcode.TEXT, Opcode.BINARY, Opcode.CONT
+DATA: Final = (BINARY, TEXT, CONT)
+OPEN: Final = State.OPEN
+
+WHOLE: Final = {FINAL | TEXT: TEXT, FINAL | BINARY: BINARY}
+"""The opcodes of messages that consist of one frame, by its first byte."""
 
 
 def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: bytes) -> None:
@@ -56,18 +63,28 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
     try:
         route = authorize_route(hub.api, request.path, request.headers)
         connection.know(with_token(request.headers))
-        lines = [b"HTTP/1.1 101 Switching Protocols", b"Upgrade: websocket", b"Connection: Upgrade"]
-        lines.append(b"Sec-WebSocket-Accept: " + _accept(request.headers))
+        protocol = _Protocol(
+            subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]  # It is a NewType of str.
+            select_subprotocol=lambda _, offered: SUBPROTOCOL if SUBPROTOCOL in offered else None,  # type: ignore[arg-type, return-value]
+            max_size=hub.settings.max_body,
+        )
+        # The library parses requests itself, so rebuild this one for it.
+        lines = [b"GET " + request.path + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in request.headers.items()]
+        protocol.receive_data(b"\r\n".join(lines) + b"\r\n\r\n")
+        asked = next((event for event in protocol.events_received() if isinstance(event, Request)), None)
+        if asked is None:
+            raise _refusal(protocol)
+        response = protocol.accept(asked)
+        response.headers["X-Request-ID"] = hub.api.ids.of(request.headers).decode()
+        if response.status_code != 101:
+            raise _refusal(protocol)
     except AsynctrtError as error:
         connection.answer(request, error_answer(error))
         return
-    offered = request.headers.get(b"sec-websocket-protocol", b"").split(b",")
-    if SUBPROTOCOL.encode() in [name.strip() for name in offered]:
-        lines.append(b"Sec-WebSocket-Protocol: " + SUBPROTOCOL.encode())
-    lines.append(b"X-Request-ID: " + hub.api.ids.of(request.headers))
+    protocol.send_response(response)
     transport = connection.hand_over()
-    transport.write(b"\r\n".join(lines) + b"\r\n" + hub.end_of_head)
-    socket = SocketConnection(hub, route, request.headers, transport.get_extra_info("peername"))
+    socket = SocketConnection(hub, protocol, route, request.headers, transport.get_extra_info("peername"))
     hub.replace(connection, socket)
     transport.set_protocol(socket)
     socket.connection_made(transport)
@@ -75,23 +92,67 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
         socket.data_received(rest)
 
 
-def _accept(headers: Headers) -> bytes:
-    """Return what accepts a handshake.
+class _Protocol(ServerProtocol):
+    """The library's protocol, which also allows clients to close in the middle of a message."""
 
-    :raises CallerError: if it is not a valid one.
+    def recv_frame(self, frame: Frame) -> None:
+        """Handle a frame. A close frame may come between a message's frames; the message is then dropped."""
+        if frame.opcode is Opcode.CLOSE:
+            self.current_size = None
+        super().recv_frame(frame)
+
+
+def _refusal(protocol: ServerProtocol) -> CallerError:
+    """Return the error that says why a websocket is refused."""
+    why = f"invalid websocket request: {protocol.handshake_exc}"
+    is_old = getattr(protocol.handshake_exc, "name", "") == "Sec-WebSocket-Version"
+    error = UpgradeError(f"{why}; the version is 13") if is_old else CallerError(why)
+    _forget_frames(protocol.handshake_exc)
+    return error
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error that the library keeps.
+
+    They refer to the connection, and it to them: its input would stay in memory until the next collection.
     """
-    if b"upgrade" not in [one.strip() for one in headers.get(b"connection", b"").lower().split(b",")]:
-        raise CallerError("invalid websocket request: Connection must be Upgrade")
-    key = headers.get(b"sec-websocket-key", b"")
-    try:
-        is_key = len(b64decode(key, validate=True)) == 16
-    except ValueError:
-        is_key = False
-    if not is_key:
-        raise CallerError("invalid websocket request: Sec-WebSocket-Key must be 16 bytes in Base64")
-    if headers.get(b"sec-websocket-version") != b"13":
-        raise UpgradeError("invalid websocket request: Sec-WebSocket-Version must be 13")
-    return b64encode(sha1(key + GUID, usedforsecurity=False).digest())
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
+def whole_messages(data: bytes, nbytes_max: int) -> tuple[list[Frame], int]:
+    """Read small messages of one frame each without the library, which takes 6 µs for each.
+
+    :param nbytes_max: larger messages are left for the library to refuse.
+    :returns: the messages that ``data`` begins with, at most :data:`FRAMES_MAX`, and the bytes they take.
+    """
+    messages: list[Frame] = []
+    start, stop = 0, len(data)
+    while stop - start >= HEAD_NBYTES and len(messages) < FRAMES_MAX:
+        opcode, size, key = WHOLE.get(data[start]), data[start + 1] ^ MASKED, start + 2
+        if size == 126:
+            size, key = data[key] << 8 | data[key + 1], key + 2
+        elif size > 126:  # The frame is large, or not masked.
+            break
+        at = key + KEY_NBYTES
+        end = at + size
+        # Very short messages are mostly overhead, which is counted for what the library reads.
+        if opcode is None or end > stop or not LENGTH_NBYTES <= size <= nbytes_max:
+            break
+        messages.append(Frame(opcode, apply_mask(data[at:end], data[key:at])))
+        start = end
+    return messages, start
+
+
+def frame_head(opcode: int, nbytes: int) -> bytes:
+    """Return the head of an unfragmented frame of a server, which does not mask."""
+    first = FINAL | opcode
+    if nbytes < 126:
+        return bytes((first, nbytes))
+    if nbytes < 1 << 16:
+        return bytes((first, 126, nbytes >> 8, nbytes & 0xFF))
+    return bytes((first, 127)) + nbytes.to_bytes(8, "big")
 
 
 class SocketConnection(asyncio.Protocol):
@@ -100,11 +161,13 @@ class SocketConnection(asyncio.Protocol):
     def __init__(
         self,
         hub: Hub,
+        protocol: ServerProtocol,
         route: ModelRoute | None,
         headers: dict[bytes, bytes],
         peer: Any,
     ) -> None:
         self._hub = hub
+        self._protocol = protocol
         self._session = WebSocketSession(
             hub.api,
             self._send,
@@ -114,7 +177,7 @@ class SocketConnection(asyncio.Protocol):
             peer=peer,
             send_pieces=self._send_pieces,
         )
-        self._reader = FrameReader(hub.settings.max_body)
+        self._cutter = FrameCutter(hub.settings.max_body)
         self._transport: Any = None
         self._pieces = bytearray()
         self._assembly: Assembly | None = None
@@ -130,18 +193,20 @@ class SocketConnection(asyncio.Protocol):
         self._is_flushing = False
         self._out: list[bytes] = []
         """Frames to write at the end of the tick."""
+        self._is_library_due = False
+        """Whether the library has read something, and may want to close the connection."""
         self._writing = Writing()
         self._written = 0
         # The tick in which the first bytes of a message that is still incomplete were read.
         self._began: int | None = None
+        self._is_partial = False
         self._touched = hub.tick
         self._pinged = False
         self._closed_at: int | None = None
-        """The tick in which the connection sent a close frame."""
-        self._is_over = False
-        """Whether further input is dropped."""
-        self._frames: deque[Piece] = deque()
-        """Messages behind those being answered."""
+        # Input not handled yet: messages behind those being answered, and unparsed bytes.
+        self._frames: deque[Frame] = deque()
+        self._unparsed = bytearray()
+        self._is_long = False
         self._is_waiting = False
         """Whether it waits for its client's next turn."""
         self._overhead = Overhead()
@@ -155,6 +220,7 @@ class SocketConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self._flush()
         if self._hub.is_draining:
             self.drain()
 
@@ -163,18 +229,22 @@ class SocketConnection(asyncio.Protocol):
         self._session.cancel_all()
         self._forget_message()
         self._writing.resume()
+        _forget_frames(self._protocol.parser_exc)
 
     def data_received(self, data: bytes) -> None:
         self._touched = self._hub.tick
         self._pinged = False
-        if self._is_over:
+        if self._is_deaf:
             return
-        self._reader.feed(data)
+        if self._unparsed or self._frames or self._is_waiting or len(data) > SLICE_NBYTES:
+            self._unparsed += data
+            data = b""
         if not self._is_waiting:
-            self._go_on()
+            self._go_on(data)
 
     def eof_received(self) -> bool:
-        self._drop_input()
+        self._unparsed.clear()
+        self._protocol.receive_eof()
         return self._hub.close_soon(self._transport)
 
     def pause_writing(self) -> None:
@@ -188,39 +258,40 @@ class SocketConnection(asyncio.Protocol):
 
     # ---- frames and messages
 
-    def _go_on(self) -> None:
-        """Handle what was read until its client's turn ends."""
+    def _go_on(self, piece: bytes = b"") -> None:
+        """Handle what was read until its client's turn ends.
+
+        :param piece: a small piece that was read while nothing else was left to parse.
+        """
         self._is_waiting = False
         turns, account, now_ns = self._hub.api.turns, self._session.account, self._hub.now_ns
         left_ns = turns.left_ns(account)
         if not left_ns:
+            self._unparsed += piece
             self._wait()
             self._throttle()
             return
         began_ns = now_ns()
         # Nothing is held while the connection is read: the end of this method sees to that.
         is_held = not self._is_reading and self._is_held
-        frames, reader = self._frames, self._reader
-        while (frames or reader.has_more) and not self._transport.is_closing():
-            if not frames:
-                self._read()
+        if piece and not self._transport.is_closing():
+            self._parse(piece)
+        while (self._frames or self._unparsed) and not self._transport.is_closing():
+            if now_ns() - began_ns > left_ns:
+                self._wait()
+                break
+            if not self._frames:
+                self._parse(self._next_piece())
             elif is_held:
                 break
             else:
-                self._take(frames.popleft())
+                self._take(self._frames.popleft())
                 is_held = self._is_held
-            if now_ns() - began_ns > left_ns:
-                if self._has_input:
-                    self._wait()
-                break
         turns.spend(account, began_ns, now_ns())
-        if is_held or not self._is_reading or self._has_input or self._is_deaf:
+        if self._is_library_due:
+            self._flush()
+        if is_held or not self._is_reading or self._frames or self._unparsed or self._is_deaf:
             self._throttle()
-
-    @property
-    def _has_input(self) -> bool:
-        """Whether there is input that was not handled yet."""
-        return bool(self._frames) or self._reader.has_more
 
     def _wait(self) -> None:
         """Continue in the client's next turn."""
@@ -232,57 +303,87 @@ class SocketConnection(asyncio.Protocol):
         """Whether messages wait: for requests to end, for the client to read its answers, or for memory."""
         return self._is_short or self._writing.since is not None or self._session.is_full
 
-    def _read(self) -> None:
-        """Read the next frames, and handle control frames."""
-        reader, overhead = self._reader, self._overhead
-        try:
-            pieces = reader.read()
-        except FrameError as error:
-            self._fail(error.code, str(error))
-            return
-        for piece in pieces:
-            opcode, nbytes = piece.opcode, len(piece.data)
-            is_data = opcode < CLOSE
-            # Larger pieces only lower the count.
-            is_counted = not is_data or nbytes < HEAD_NBYTES or overhead.nbytes
-            if is_counted and overhead.add(HEAD_NBYTES + nbytes, nbytes if is_data else 0):
-                # Do not wait for the client's close frame, as that means reading on.
-                self._is_deaf = True
-                self._fail(POLICY_VIOLATION, "too many control frames, or tiny or empty fragments")
-                return
-            if is_data:
-                self._frames.append(piece)
-                if piece.is_last:
-                    self._began = None
-            elif opcode == PING:
-                self._send_frame(PONG, nbytes, (piece.data,))
-            elif opcode == CLOSE:
-                self._close(piece.data)
-                return
-        if reader.is_idle:
+    def _next_piece(self) -> bytes:
+        """Remove and return the next bytes to parse."""
+        nbytes = LONG_SLICE_NBYTES if self._is_long else SLICE_NBYTES
+        piece = bytes(self._unparsed[:nbytes])
+        del self._unparsed[:nbytes]
+        return piece
+
+    def _parse(self, piece: bytes) -> None:
+        """Parse a piece of what was read."""
+        if self._began is None and self._protocol.state is OPEN:
+            piece = self._parse_whole(piece)
+        if piece:
+            self._parse_by_library(piece)
+
+    def _parse_whole(self, piece: bytes) -> bytes:
+        """Parse the small messages that a piece begins with; return what is left for the library."""
+        messages, nbytes = whole_messages(piece, self._hub.settings.max_body)
+        self._frames += messages
+        if self._overhead.nbytes:
+            data_nbytes = sum([len(message.data) for message in messages])
+            self._overhead.add(HEAD_NBYTES * len(messages) + data_nbytes, data_nbytes)
+        rest = piece[nbytes:]
+        if len(messages) == FRAMES_MAX:
+            self._unparsed[:0] = rest
+            return b""
+        return rest
+
+    def _parse_by_library(self, piece: bytes) -> None:
+        protocol = self._protocol
+        self._is_library_due = True
+        cut = self._cutter.feed(piece)
+        if cut:  # The library takes empty data to mean that the client has finished.
+            protocol.receive_data(cut)
+            self._out += protocol.data_to_send()  # Pongs go before the answers to later messages.
+        if self._cutter.taken < len(piece):
+            self._unparsed[:0] = piece[self._cutter.taken :]
+        events = protocol.events_received()
+        self._is_long = not events
+        is_flood = False
+        for event in events:
+            if isinstance(event, Frame):
+                self._frames.append(event)
+                nbytes = len(event.data)
+                is_flood |= self._overhead.add(HEAD_NBYTES + nbytes, nbytes if event.opcode in DATA else 0)
+                # Control frames may come between the frames of a message.
+                if event.opcode in DATA:
+                    self._is_partial = not event.fin
+                    if event.fin:
+                        self._began = None
+        if not self._is_partial and self._cutter.is_between_frames:
             self._began = None
         elif self._began is None:
             self._began = self._hub.tick
+        if is_flood:
+            self._protocol.fail(POLICY_VIOLATION, "too many control frames, or tiny or empty fragments")
+            self._is_deaf = True  # Do not wait for the client's close frame, as that means reading on.
+            self._flush()
+            self._forget_message()
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, frame: Frame) -> None:
         if self._closed_at is not None:
             return  # It cannot be answered, and would wait for memory in vain.
-        if piece.is_first:
-            self._is_text = piece.opcode == TEXT
-            if piece.is_last:
-                self._receive(piece.data)
+        opcode = frame.opcode
+        if opcode is BINARY or opcode is TEXT:
+            self._is_text = opcode is TEXT
+            if frame.fin:
+                self._receive(bytes(frame.data))
                 return
-            nbytes = piece.nbytes
+            nbytes = self._cutter.large_nbytes
             self._assembly = Assembly(nbytes) if nbytes >= ASSEMBLED_NBYTES_MIN else None
             self._pieces = bytearray()
             self._message_nbytes = 0
             if nbytes > UNCOUNTED_NBYTES:
                 self._reserve(nbytes)
-        self._append(piece.data)
-        if piece.is_last:
-            assembly, self._assembly = self._assembly, None
-            pieces, self._pieces = self._pieces, bytearray()
-            self._receive(pieces if assembly is None else assembly.whole())
+            self._append(frame.data)
+        elif opcode is CONT:
+            self._append(frame.data)
+            if frame.fin:
+                assembly, self._assembly = self._assembly, None
+                pieces, self._pieces = self._pieces, bytearray()
+                self._receive(pieces if assembly is None else assembly.whole())
 
     def _append(self, data: bytes | bytearray | memoryview) -> None:
         """Add the next fragment of a message."""
@@ -313,7 +414,8 @@ class SocketConnection(asyncio.Protocol):
         """Continue reading a message, or refuse it."""
         self._is_short = False
         if not is_granted:
-            self._fail(TRY_AGAIN_LATER, self._hub.api.memory.refuse())
+            self._protocol.fail(CloseCode.TRY_AGAIN_LATER, self._hub.api.memory.refuse())
+            self._flush()
         self._room()
 
     def _receive(self, raw: bytes | bytearray | memoryview) -> None:
@@ -327,7 +429,8 @@ class SocketConnection(asyncio.Protocol):
         try:
             text = str(raw, "utf-8")
         except UnicodeDecodeError:
-            self._fail(INVALID_DATA, "a text message must be UTF-8")
+            self._protocol.fail(CloseCode.INVALID_DATA, "a text message must be UTF-8")
+            self._is_library_due = True
             return
         self._session.receive(text, hold)
 
@@ -343,11 +446,11 @@ class SocketConnection(asyncio.Protocol):
         nbytes = sum(map(len, pieces))
         if nbytes <= JOIN_NBYTES_MAX:
             self._send_frame(BINARY, nbytes, pieces)
-        elif self._closed_at is None and not self._transport.is_closing():
+        elif self._protocol.state is OPEN and not self._transport.is_closing():
             if type(self._transport) is not PacedTransport:
                 is_paused = self._writing.since is not None
                 self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
-            self._write_out()
+            self._flush()
             self._written += nbytes
             self._transport.write(frame_head(BINARY, nbytes))
             for piece in pieces:
@@ -356,7 +459,7 @@ class SocketConnection(asyncio.Protocol):
 
     def _send_frame(self, opcode: int, nbytes: int, pieces: Sequence[Buffer]) -> None:
         """Send a small message of ``nbytes`` in all."""
-        if self._closed_at is not None:
+        if self._protocol.state is not OPEN:
             return
         self._out.append(b"".join((frame_head(opcode, nbytes), *pieces)))
         if not self._is_flushing:
@@ -371,54 +474,40 @@ class SocketConnection(asyncio.Protocol):
             return
         raw = b"".join(self._out)
         self._out = []
-        self._written += len(raw)
-        self._transport.write(raw)
-        if self._writing.since is not None:
-            self._writing.count(self._transport, self._session.new_hold)
+        if raw:
+            self._written += len(raw)
+            self._transport.write(raw)
+            if self._writing.since is not None:
+                self._writing.count(self._transport, self._session.new_hold)
 
-    # ---- closing
-
-    def _say_close(self, data: bytes) -> None:
-        """Send a close frame, once; nothing is sent after it, and messages are not handled any more."""
-        if self._closed_at is None:
-            self._send_frame(CLOSE, len(data), (data,))
-            self._closed_at = self._hub.tick
-            self._write_out()
-            self._forget_message()
-            self._room()
-
-    def _close(self, data: bytes) -> None:
-        """Close the connection, as its client has asked with a close frame."""
-        try:
-            check_close(data)
-        except FrameError as error:
-            self._fail(error.code, str(error))
+    def _flush(self) -> None:
+        """Write what is due now, and close the connection if the library wants that."""
+        self._is_library_due = False
+        self._out += self._protocol.data_to_send()
+        is_end = b"" in self._out
+        self._write_out()
+        if self._transport.is_closing():
             return
-        self._say_close(data)
-        self._drop_input()
-        self._transport.close()
-
-    def _fail(self, code: int, why: str) -> None:
-        """Close the connection for a reason that the client can read."""
-        is_first = self._closed_at is None
-        self._say_close(code.to_bytes(2, "big") + why.encode())
-        self._drop_input()
-        if is_first and self._transport.can_write_eof():
-            # The client may still be sending. Closing now would reset the connection and lose the frame that
-            # says why; so drop its input until it closes, or the sweep's time is up.
-            end_writing(self._transport)
-        else:
-            self._transport.close()
-
-    def _drop_input(self) -> None:
-        self._is_over = True
-        self._reader.close()
-        self._began = None
-        self._throttle()
+        if self._protocol.close_expected():
+            if self._closed_at is None:
+                self._closed_at = self._hub.tick
+                # The client may delay its close, and its earlier messages are useless now. Keep the unparsed
+                # bytes: without them, the start of its close frame would be unknown.
+                unparsed, self._unparsed = self._unparsed, bytearray()
+                self._forget_message()
+                self._unparsed = unparsed
+                self._room()
+            is_refused = self._protocol.state is not State.CLOSED and self._protocol.close_rcvd is None
+            if is_refused and is_end and self._transport.can_write_eof():
+                # The client may still be sending. Closing now would reset the connection and lose the frame
+                # that says why; so drop its input until it closes, or the sweep's time is up.
+                end_writing(self._transport)
+            elif self._protocol.state is State.CLOSED or is_end:
+                self._transport.close()
 
     def _room(self) -> None:
         """Continue with waiting messages after requests have ended or the client reads again."""
-        if self._has_input and not self._is_waiting and not self._is_held:
+        if (self._frames or self._unparsed) and not self._is_waiting and not self._is_held:
             self._wait()
         if not self._is_reading:
             self._throttle()
@@ -427,7 +516,7 @@ class SocketConnection(asyncio.Protocol):
 
     def _throttle(self) -> None:
         """Pause reading while input waits or cannot be handled, and resume it afterwards."""
-        should_read = not (self._has_input or self._is_deaf or self._is_held)
+        should_read = not (self._frames or self._unparsed or self._is_deaf or self._is_held)
         if should_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = should_read
             if should_read:
@@ -439,8 +528,9 @@ class SocketConnection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def _forget_message(self) -> None:
-        """Drop messages that were not handled, and the incomplete one."""
+        """Drop input that was not handled, and the incomplete message."""
         self._frames.clear()
+        self._unparsed.clear()
         self._pieces = bytearray()
         self._assembly = None
         self._hold = None
@@ -463,22 +553,25 @@ class SocketConnection(asyncio.Protocol):
         elif self._began is not None and self._is_reading:
             why = self._is_late(tick - self._began)
             if why:
-                self._fail(POLICY_VIOLATION, why)
-        elif not self._session.in_flight and not self._has_input:
+                self._protocol.fail(POLICY_VIOLATION, why)
+                self._flush()
+        elif not self._session.in_flight and not self._frames and not self._unparsed:
             silent = tick - self._touched
             if silent > hub.idle_ticks:
                 self._transport.abort()
-            elif silent > hub.idle_ticks // 2 and not self._pinged:
+            elif silent > hub.idle_ticks // 2 and not self._pinged and self._protocol.state is OPEN:
                 self._pinged = True
-                self._send_frame(PING, 0, ())
+                self._protocol.send_ping(b"")
+                self._flush()
 
     def _check_token(self) -> None:
         """Close the connection if its client's token was revoked."""
         try:
             self._session.check_token()
         except UnauthorizedError:
-            if self._closed_at is None:
-                self._fail(POLICY_VIOLATION, "the token was revoked")
+            if self._protocol.state is OPEN:
+                self._protocol.fail(POLICY_VIOLATION, "the token was revoked")
+                self._flush()
 
     def _is_late(self, ticks: int) -> str:
         """Return why a message that began ``ticks`` ago is too late, or an empty string."""
@@ -501,4 +594,6 @@ class SocketConnection(asyncio.Protocol):
         self._transport.abort()
 
     def _say_goodbye(self) -> None:
-        self._say_close(GOING_AWAY.to_bytes(2, "big") + b"the server is draining")
+        if self._protocol.state is OPEN:
+            self._protocol.send_close(GOING_AWAY, "the server is draining")
+            self._flush()

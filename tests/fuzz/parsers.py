@@ -1,7 +1,7 @@
 """Check that the parsers of what clients send say the same however it comes, and raise nothing unforeseen.
 
-Each is compared with one that is simpler: requests that come whole with the same in pieces, websocket frames
-with the websockets library, a split protobuf message with protobuf alone.
+Each is compared with one that is simpler: requests that come whole with the same in pieces, cut websocket
+frames with the library alone, a split protobuf message with protobuf alone.
 """
 
 from google.protobuf.message import DecodeError
@@ -11,7 +11,7 @@ from websockets.server import ServerProtocol
 
 from asynctrt.errors import CallerError
 from asynctrt.kserve import protobuf
-from asynctrt.serving.frame_reader import FrameError, FrameReader, check_close
+from asynctrt.serving import frame_cutter
 from asynctrt.serving.http_reader import RequestReader
 from tests.fuzz.decoder import check_error
 
@@ -92,62 +92,46 @@ def check_http(raw, sizes):
 # ---- websockets
 
 
-class Library(ServerProtocol):
-    """What the library makes of bytes: messages and control frames, and whether it ended the connection."""
+class Library:
+    """What the library makes of bytes: frames, messages, and how it ended."""
 
-    def __init__(self, max_size):
-        super().__init__(max_size=max_size)
-        self.state = State.OPEN
-        self.parser = self.parse()
-        next(self.parser)
+    def __init__(self, max_size=NBYTES_MAX):
+        self.protocol = ServerProtocol(max_size=max_size)
+        self.protocol.state = State.OPEN
+        self.protocol.parser = self.protocol.parse()
+        next(self.protocol.parser)
+        self.messages = []
+        self.largest = 0
+        self._pieces = []
 
-    def recv_frame(self, frame):
-        if frame.opcode is Opcode.CLOSE:
-            self.current_size = None  # A client may close within a message.
-        super().recv_frame(frame)
-
-    def said(self):
-        messages, pieces = [], []
-        for frame in self.events_received():
+    def feed(self, data):
+        if data:
+            self.protocol.receive_data(data)
+        for frame in self.protocol.events_received():
             if frame.opcode >= Opcode.CLOSE:
-                messages.append((frame.opcode, bytes(frame.data)))
+                self.messages.append((frame.opcode, bytes(frame.data)))
                 continue
-            pieces.append(frame)
+            self.largest = max(self.largest, len(frame.data))
+            self._pieces.append(frame)
             if frame.fin:
-                messages.append((pieces[0].opcode, b"".join([bytes(piece.data) for piece in pieces])))
-                pieces = []
-        return messages, self.close_sent is not None
+                data = b"".join([bytes(piece.data) for piece in self._pieces])
+                self.messages.append((self._pieces[0].opcode, data))
+                self._pieces = []
+
+    @property
+    def said(self):
+        closing = self.protocol.close_sent
+        return self.messages, None if closing is None else closing.code
 
 
-def read_of(most, parts):
-    """What the reader makes of bytes that come in parts, in the same form."""
-    reader, messages, message = FrameReader(most), [], b""
-    try:
-        for part in parts:
-            reader.feed(part)
-            while reader.has_more:
-                for piece in reader.read():
-                    if piece.opcode == Opcode.CLOSE:
-                        check_close(piece.data)
-                    elif piece.opcode < Opcode.CLOSE:
-                        message = piece.data if piece.is_first else message + piece.data
-                        if not piece.is_last:
-                            continue
-                    messages.append((piece.opcode, piece.data if piece.opcode >= Opcode.CLOSE else message))
-                    if piece.opcode == Opcode.CLOSE:
-                        return messages, True
-    except FrameError:
-        return messages, True
-    return messages, False
-
-
-def check_frames(raw, sizes, most=NBYTES_MAX):
-    """Check that frames are the same messages to the library, and that it ends what the reader ends."""
-    library = Library(most)
-    # The library looks at a frame when all of it has come. These bytes complete any, and are none.
-    end = bytes(most + 24)
-    library.receive_data(raw + end)
-    assert read_of(most, (*pieces_of(raw, sizes), end)) == library.said()
+def check_frames(raw, sizes):
+    """Check that cutting changes no message, and no code with which a connection is closed."""
+    whole, cut, cutter = Library(), Library(), frame_cutter.FrameCutter(NBYTES_MAX)
+    # What is wrong with a large frame is noticed with its first four bytes, not with its head or its end.
+    for piece in (*pieces_of(raw, sizes), bytes(NBYTES_MAX + 24)):
+        whole.feed(piece)
+        cut.feed(cutter.feed(piece))
+    assert cut.said == whole.said
 
 
 # ---- protobuf
@@ -203,5 +187,8 @@ def seeds():
     yield check_protobuf, call.SerializeToString()
 
 
-SMALL = ((protobuf, "FAST_NBYTES", -1),)
+SMALL = (
+    (frame_cutter, "LARGE_NBYTES", 40),
+    (protobuf, "FAST_NBYTES", -1),
+)
 """Limits from which on something is large, so low that short inputs reach what is done then."""

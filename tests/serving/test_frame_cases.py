@@ -5,6 +5,7 @@ The families of cases are those of the Autobahn test suite. They need an echo, w
 
 import asyncio
 import struct
+from importlib.metadata import version
 
 import pytest
 from websockets.client import ClientProtocol
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.anyio
 TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10
 LIMIT = 100_000
 OK, PROTOCOL, INVALID, TOO_BIG = 1000, 1002, 1007, 1009
+UNFINISHED = PROTOCOL if version("websockets").startswith("15.") else OK
+"""What a client is answered that closes within a message."""
 WORD = "κόσμε".encode()
 
 
@@ -101,7 +104,7 @@ CASES = {
     "a ping in parts": ([frame(PING, b"a", fin=0), frame(0, b"b")], [], PROTOCOL),
     "a continuation of nothing": ([frame(0, b"a")], [], PROTOCOL),
     "a continuation of nothing that goes on": ([frame(0, b"a", fin=0)], [], PROTOCOL),
-    "a continuation after a message": ([*parts(TEXT, b"a", b"b"), frame(0)], [(TEXT, b"ab")], PROTOCOL),
+    "a continuation after a message": ([*parts(TEXT, b"a", b"b"), frame(0)], [], PROTOCOL),
     "a message within another": ([frame(TEXT, b"a", fin=0), frame(TEXT, b"b")], [], PROTOCOL),
     # 6: UTF-8.
     "letters": ([frame(TEXT, WORD), GOOD], [(TEXT, WORD)], OK),
@@ -116,7 +119,7 @@ CASES = {
     "closed twice": ([GOOD, GOOD], [], OK),
     "a ping after the close": ([GOOD, frame(PING)], [], OK),
     "a message after the close": ([GOOD, frame(TEXT, b"x")], [], OK),
-    "closed between parts": ([frame(TEXT, b"a", fin=0), GOOD, frame(0, b"b")], [], OK),
+    "closed between parts": ([frame(TEXT, b"a", fin=0), GOOD, frame(0, b"b")], [], UNFINISHED),
     "a reason": ([close(OK, b"x" * 123)], [], OK),
     "a reason too long": ([close(OK, b"x" * 124)], [], PROTOCOL),
     "a reason without letters": ([close(OK, b"\xff")], [], INVALID),
