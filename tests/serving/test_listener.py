@@ -14,7 +14,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.serving.http import SPARE, HttpConnection
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until
-from tests.serving.support import WAIT_S, request, serving
+from tests.serving.support import WAIT_S, Raw, request, serving
 from tests.serving.test_http import infer, outputs
 from tests.serving.test_websocket import binary
 from tests.serving.tls import certificate
@@ -43,10 +43,7 @@ async def encrypted(pair, **settings):
 
 
 async def answer_of(reader):
-    head = await reader.readuntil(b"\r\n\r\n")
-    lines = head.decode().splitlines()
-    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
-    return int(lines[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+    return await Raw(reader, None).answer()
 
 
 def wide_model():
@@ -57,6 +54,21 @@ def wide_model():
 
     given, made = TensorSpec("input", "float32", (4,)), TensorSpec("output", "float32", (WIDE,))
     return FunctionModel(count_on, inputs=given, outputs=made)
+
+
+async def check_large_answers(reader, writer):
+    """Ask for large answers, with a small one between them: they are whole and in order."""
+    writer.write(infer(1) + infer(2) + request("/v2/health/live") + infer(3))
+    for number in (1, 2, None, 3):
+        status, headers, body = await answer_of(reader)
+        assert status == 200
+        if number is not None:
+            values = np.frombuffer(body[int(headers["inference-header-content-length"]) :], np.float32)
+            assert np.array_equal(values, number + np.arange(WIDE, dtype=np.float32))
+    writer.write(infer(4, Connection="close"))
+    assert len((await answer_of(reader))[2]) > 4 * WIDE
+    assert await reader.read() == b""
+    writer.close()
 
 
 async def test_handshakes_count_as_connections_and_the_oldest_makes_room(pair):
@@ -98,18 +110,7 @@ async def test_what_is_no_handshake_ends_the_connection(pair):
 
 async def test_large_answers_are_whole_and_in_order(pair):
     async with encrypted(pair, models={"double": wide_model()}) as (_, opened):
-        reader, writer = await opened()
-        writer.write(infer(1) + infer(2) + request("/v2/health/live") + infer(3))
-        for number in (1, 2, None, 3):
-            status, headers, body = await answer_of(reader)
-            assert status == 200
-            if number is not None:
-                values = np.frombuffer(body[int(headers["inference-header-content-length"]) :], np.float32)
-                assert np.array_equal(values, number + np.arange(WIDE, dtype=np.float32))
-        writer.write(infer(4, Connection="close"))
-        assert len((await answer_of(reader))[2]) > 4 * WIDE
-        assert await reader.read() == b""
-        writer.close()
+        await check_large_answers(*await opened())
 
 
 async def test_a_websocket_with_large_answers(pair):

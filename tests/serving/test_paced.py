@@ -20,8 +20,8 @@ from asynctrt.serving.turns import LONE_TURN_NS
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until
 from tests.models import rows
-from tests.serving.support import WAIT_S, request, serving
-from tests.serving.test_listener import WIDE, answer_of, infer, wide_model
+from tests.serving.support import WAIT_S, address, serving
+from tests.serving.test_listener import WIDE, check_large_answers, wide_model
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -175,22 +175,8 @@ def writes(monkeypatch):
 
 
 async def test_large_answers_are_whole_and_in_order(writes):
-    async with serving({"double": wide_model()}) as server:
-        reader, writer = await asyncio.open_connection(*server.http_url.removeprefix("http://").split(":"))
-        writer.write(infer(1) + infer(2) + request("/v2/health/live") + infer(3))
-        async with asyncio.timeout(WAIT_S):
-            for number in (1, 2, None, 3):
-                status, headers, body = await answer_of(reader)
-                assert status == 200
-                if number is not None:
-                    values = np.frombuffer(
-                        body[int(headers["inference-header-content-length"]) :], np.float32
-                    )
-                    assert np.array_equal(values, number + np.arange(WIDE, dtype=np.float32))
-            writer.write(infer(4, Connection="close"))
-            assert len((await answer_of(reader))[2]) > 4 * WIDE
-            assert await reader.read() == b""
-        writer.close()
+    async with serving({"double": wide_model()}) as server, asyncio.timeout(WAIT_S):
+        await check_large_answers(*await asyncio.open_connection(*address(server)))
         assert len(writes) >= 4 * (4 * WIDE // SLICE_NBYTES)
 
 
