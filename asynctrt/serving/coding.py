@@ -1,7 +1,7 @@
 """Compress and decompress bodies, within limits on memory and on event loop time."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from asynctrt.errors import RequestError, TooLargeError
@@ -91,16 +91,8 @@ def accepted_coding(header: bytes) -> str | None:
     A header that names both comes from a library that always sends it, and compressing tensors of numbers
     costs far more time than it saves.
     """
-    if not header:
-        return None
     asked = accepted_codings(header)
     return asked[0] if len(asked) == 1 else None
-
-
-def wants_compressed(headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether a request asks for a compressed answer, if that is large enough."""
-    accepted = headers.get(b"accept-encoding")
-    return accepted is not None and accepted_coding(accepted) is not None
 
 
 def accepted_codings(header: bytes) -> list[str]:

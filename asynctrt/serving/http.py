@@ -36,7 +36,7 @@ from asynctrt.serving.api import (
     encoded_answer,
     error_answer,
 )
-from asynctrt.serving.coding import wants_compressed
+from asynctrt.serving.coding import accepted_coding
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientAccount, ClientPace, Hold
@@ -713,7 +713,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _infer(self, route: ModelRoute, request: HttpRequest) -> None:
         headers, body = request.headers, request.body
-        if (b"accept-encoding" in headers and wants_compressed(headers)) or (
+        if (b"accept-encoding" in headers and accepted_coding(headers[b"accept-encoding"])) or (
             len(body) > FAST_NBYTES and self._api.is_slow(route, headers, body)
         ):
             infer = partial(self._api.infer, route, headers, body, self._received(request), request.hold)
