@@ -16,7 +16,6 @@ instead of in an HTTP header. Each request is answered in the form that it came 
   late.
 * ``{"id": "8", "metadata": true, "model_name": "m"}`` is answered
   ``{"id": "8", "metadata": {"inputs": [...], "outputs": [...], ...}}``: KServe's description of the model.
-* ``{"ping": anything}`` is answered ``{"pong": anything}``.
 
 When the client disconnects, its requests are cancelled. When the server drains, new requests are answered
 with status 503, and the connection is closed with code 1001 once all others are answered.
@@ -353,13 +352,7 @@ class WebSocketSession:
 
     def _control(self, content: Mapping[str, Any], *, binary: bool) -> None:
         """Handle a message that is not a request."""
-        if "ping" in content:
-            try:
-                pong = dump({"pong": content["ping"]})
-            except TypeError as error:  # orjson parses deeper nesting than it can write.
-                raise RequestError("the value of ping is nested too deep") from error
-            self._send_json(pong, binary=binary)
-        elif _asks_for_metadata(content):
+        if _asks_for_metadata(content):
             route = self._route or _route_of(content)
             found = self._api.repository.find(route.name, route.version)
             metadata = found.metadata(self._api.repository.versions(found.name))
@@ -377,9 +370,7 @@ class WebSocketSession:
         self._say({"id": request_id, **content} if request_id else content, binary=binary)
 
     def _say(self, content: dict[str, Any], *, binary: bool) -> None:
-        self._send_json(dump(content), binary=binary)
-
-    def _send_json(self, raw: bytes, *, binary: bool) -> None:
+        raw = dump(content)
         if binary:
             self._send(len(raw).to_bytes(LENGTH_NBYTES, "little") + raw)
         else:
@@ -402,7 +393,7 @@ class _Seen:
 
 def _is_control(content: Mapping[str, Any]) -> bool:
     """Return whether a message is not a request."""
-    return "ping" in content or "cancel" in content or _asks_for_metadata(content)
+    return "cancel" in content or _asks_for_metadata(content)
 
 
 def _asks_for_metadata(content: Mapping[str, Any]) -> bool:

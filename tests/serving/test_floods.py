@@ -88,7 +88,7 @@ class TestFrames:
                 await socket.send(binary(number, id=str(number)))
                 await socket.recv()
             for _ in range(NBYTES_MAX // 100):
-                await socket.send('{"ping": 1}')
+                await socket.send('{"metadata": true, "model_name": "double"}')
                 await socket.recv()
             (connection,) = server._hub.connections
             await socket.ping()

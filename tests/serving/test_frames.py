@@ -170,7 +170,7 @@ async def test_a_connection_that_rested_when_it_became_a_websocket_reads_as_that
     shake = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": "13"}
     shake["Sec_WebSocket_Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
     frames = Frame(Opcode.BINARY, binary(1)).serialize(mask=True)
-    frames += Frame(Opcode.TEXT, b'{"ping": 1}').serialize(mask=True) * 8000
+    frames += Frame(Opcode.TEXT, b'{"cancel": ""}').serialize(mask=True) * 8000
     options = {"engine": {"device": device}, "max_requests_per_connection": 1}
     async with serving(**options) as server, connected(server), AsyncExitStack() as stack:
         stack.callback(device.open)
@@ -189,12 +189,12 @@ async def test_a_connection_that_rested_when_it_became_a_websocket_reads_as_that
 
 async def test_turns_are_shorter_while_there_are_others(monkeypatch):
     """Someone else's request waits for a turn of the flood to be read, and for others to be answered."""
-    ping = Frame(Opcode.TEXT, b'{"ping": 1}').serialize(mask=True)
+    message = Frame(Opcode.TEXT, b'{"cancel": ""}').serialize(mask=True)
     async with serving() as server, opened(server):
         (connection,) = server._hub.connections
         turns = server.api.turns
         taken = []
-        monkeypatch.setattr(connection._session, "receive", lambda message, _: taken.append(message))
+        monkeypatch.setattr(connection._session, "receive", lambda one, _: taken.append(one))
         monkeypatch.setattr(server._hub, "now_ns", itertools.count(0, 20_000).__next__)
 
         async def turn():
@@ -203,7 +203,7 @@ async def test_turns_are_shorter_while_there_are_others(monkeypatch):
             # The handshake took a part of this round's turn, which is long on a busy machine: begin another.
             turns.charge(connection._session.account, turns.turn_ns)
             await until(lambda: turns.left_ns(connection._session.account) == turns.turn_ns)
-            connection.data_received(ping * 1000)
+            connection.data_received(message * 1000)
             handled = len(taken)
             await until(lambda: len(taken) == 1000)
             return handled
