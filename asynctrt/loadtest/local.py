@@ -20,9 +20,6 @@ LEAD_NS: Final = 20_000_000
 """Delay between the call and the start of a run, to set everything up."""
 SERVERS: Final = ("http", "grpc", "websocket")
 """Kinds of targets that run in another process."""
-TRIES_MAX: Final = 64
-"""Limit on the kinds of requests to try before a run."""
-
 
 Planned = Callable[[ProcessPlan], None]
 
@@ -107,7 +104,7 @@ class Local:
         groups: dict[str, int] = {}
         for number, sample in enumerate(self._samples):
             groups.setdefault(sample.group, number)
-        for group, number in list(groups.items())[:TRIES_MAX]:
+        for group, number in groups.items():
             what = f"a first request{f' ({group})' if group else ''}"
             await answer(self.target, self._prepared[number], timeout, what)
 
