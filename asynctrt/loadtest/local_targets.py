@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
@@ -68,10 +68,6 @@ def _takes_nothing(call: Any) -> bool:
         return False  # A built-in function may have no signature.
 
 
-async def _awaited(made: Awaitable[Any]) -> Any:
-    return await made
-
-
 class CallTarget:
     """Call an async function of the application, and measure whatever it does.
 
@@ -99,14 +95,17 @@ class CallTarget:
         return dict(inputs)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
-        made = self._resume(prepared) if self._has_users else self._called(prepared)
-        if inspect.isawaitable(made):
-            # Wrap even a future in a new task, because two calls may return the same future.
-            made = made if inspect.iscoroutine(made) else _awaited(made)
-            return self._loop.create_task(made, context=self._context.copy())
-        raise TargetError(
-            f"{self.name} is not an async function: it returned {type(made).__name__}, not an awaitable"
-        )
+        # A task for each call, even if it returns a future: two calls may return the same one.
+        call = self._resume(prepared) if self._has_users else self._answer(prepared)
+        return self._loop.create_task(call, context=self._context.copy())
+
+    async def _answer(self, prepared: Any) -> Any:
+        made = self._called(prepared)
+        if not inspect.isawaitable(made):
+            raise TargetError(
+                f"{self.name} is not an async function: it returned {type(made).__name__}, not an awaitable"
+            )
+        return await made
 
     def outputs(self, answer: Any) -> Mapping[str, Array]:
         if not isinstance(answer, Mapping):

@@ -160,7 +160,7 @@ class Fleet:
     ) -> tuple[ProcessPlan, list[ProcessResult]]:
         """Perform one run in all processes, as :meth:`Local.perform` does in this one."""
         self._tell(PLAN, settings)
-        # Planning may be slow, for example to read a trace, so no process starts before all have planned.
+        # No process starts before all have planned: they start at the same time.
         plans = [await self._next() for _ in self._processes]
         planned(plans[0][1])
         self._tell(START, clock.now_ns() + LEAD_NS)

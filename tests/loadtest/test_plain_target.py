@@ -278,14 +278,6 @@ async def test_misuse():
             await loadtest.run(wrong, **QUICK)
     with pytest.raises(TargetError, match="http://…@127.0.0.1:9/x cannot be reached"):
         await loadtest.run("http://me:s3cret@127.0.0.1:9/x", **QUICK)
-    with pytest.raises(OptionsError, match="unknown setting .*; did you mean 'callers'"):
-        await loadtest.run("http://127.0.0.1:9/x", users=1)
-    with pytest.raises(OptionsError, match="'trace' was removed"):
-        await loadtest.run("http://127.0.0.1:9/x", trace="day.csv")
-    with pytest.raises(OptionsError, match="seconds must be"):
-        await loadtest.run("http://127.0.0.1:9/x", seconds="soon")
-    with pytest.raises(OptionsError, match="inputs must be a path, or arrays by name"):
-        await loadtest.run("http://127.0.0.1:9/x", inputs=3)
 
 
 async def test_placeholders_in_the_address_and_the_headers():

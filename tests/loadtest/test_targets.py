@@ -145,7 +145,7 @@ async def test_requests_that_are_given_one_future_or_raise_what_cannot_be_shown_
 
 async def test_a_function_that_is_not_async():
     with pytest.raises(TargetError, match="is not an async function: it returned dict"):
-        CallTarget(dict).start({})
+        await CallTarget(dict).start({})
 
 
 async def test_an_answer_that_cannot_be_checked():
