@@ -32,6 +32,7 @@ from asynctrt.kserve.client import (
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.protobuf import CONTENTS, message_classes, parse
 from asynctrt.loadtest.kserve import (
+    PAGE_S,
     REFUSALS,
     read_address,
     read_counters,
@@ -45,13 +46,9 @@ except ImportError as error:
     raise MissingExtraError("load tests over gRPC need grpcio: pip install 'asynctrt[load]'") from error
 
 SERVICE: Final = "/inference.GRPCInferenceService/"
-OPEN_S: Final = 5.0
-"""Timeout for connecting and reading the model's description."""
 STREAMS_MAX: Final = 100
 """Limit on the requests in flight on one connection; beyond it another is opened. HTTP/2 recommends that
 servers allow at least this many (RFC 9113, section 6.5.2)."""
-PAGE_S: Final = 10.0
-"""Timeout for reading a server's statistics."""
 
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -130,10 +127,10 @@ class GrpcTarget:
         :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
         """
         try:
-            async with asyncio.timeout(OPEN_S):
+            async with asyncio.timeout(PAGE_S):
                 metadata = await self._ask("ModelMetadata", name=self.name, version=self._address.version)
         except (TimeoutError, ConnectionLostError, UnsupportedError) as error:
-            said = str(error) or f"no answer within {OPEN_S:g} s"
+            said = str(error) or f"no answer within {PAGE_S:g} s"
             shown = f"{self._address.shown}/{self.name}"
             raise TargetError(f"{shown} cannot be reached as a KServe server: {said}") from error
         self.inputs = read_specs(

@@ -30,6 +30,7 @@ from asynctrt.kserve.client import (
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import parse_object
 from asynctrt.loadtest.kserve import (
+    PAGE_S,
     REFUSALS,
     Address,
     read_address,
@@ -54,12 +55,11 @@ try:
 except ImportError as error:
     raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
 
-PAGE_NBYTES_MAX: Final = 16 << 20
-"""Limit on the bytes of a model's description or statistics, or of a server's list of models."""
-PAGE_S: Final = 10.0
-"""Timeout for reading any of these pages."""
 HEADERS_NBYTES_MAX: Final = 256 << 10
 HEADERS_MAX: Final = 5000
+
+OVERLOADED: Final = (429, 503)
+"""Statuses of servers that have too much to do."""
 
 KINDS: Final = {kind.http_status: kind for kind in (*REFUSALS, OverloadError)}
 """The error for each HTTP status of a KServe answer."""
@@ -125,7 +125,7 @@ class Pages:
                 asyncio.timeout(PAGE_S),
                 self.session.get(url, allow_redirects=False) as response,
             ):
-                return response.status, await read_body(response, PAGE_NBYTES_MAX)
+                return response.status, await read_body(response)
         except TimeoutError as error:
             raise ConnectionLostError(
                 f"{self.address.shown}{path} did not answer within {PAGE_S:g} s"
@@ -175,8 +175,7 @@ class HttpTarget:
     async def _send(self, payload: Any) -> tuple[bytes, Mapping[str, str]]:
         try:
             response = await self._post(self._url, data=payload, allow_redirects=False)
-            # The connection is released once the body is read, and closed if that fails or is cancelled.
-            body = await read_body(response, ANSWER_NBYTES_MAX)
+            body = await read_body(response)
         except (aiohttp.ClientError, OSError) as error:
             raise failure(self._server, error) from error
         if response.status != 200:
@@ -217,39 +216,48 @@ def open_session(headers: Headers, ssl: Any, **settings: Any) -> aiohttp.ClientS
     )
 
 
-async def read_body(response: aiohttp.ClientResponse, nbytes_max: int) -> bytes:
-    """Read the body of an answer.
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Read the body of an answer. Release the connection, or close it if reading fails or is cancelled.
 
-    :raises TargetError: if it has more than ``nbytes_max`` bytes; the rest is not read.
+    :raises TargetError: if it has more than ``ANSWER_NBYTES_MAX`` bytes; the rest is not read.
     """
     nbytes = response.content_length
-    if nbytes is not None and nbytes <= nbytes_max and "Content-Encoding" not in response.headers:
+    if nbytes is not None and nbytes <= ANSWER_NBYTES_MAX and "Content-Encoding" not in response.headers:
         return await response.read()
     body = bytearray()
-    if nbytes is None or nbytes <= nbytes_max:
-        async for piece in response.content.iter_any():
-            body += piece
-            if len(body) > nbytes_max:
-                break
-        else:
-            return bytes(body)
-    response.close()
-    raise too_long(nbytes_max)
+    try:
+        if nbytes is None or nbytes <= ANSWER_NBYTES_MAX:
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > ANSWER_NBYTES_MAX:
+                    break
+            else:
+                return bytes(body)
+        raise too_long()
+    except BaseException:
+        response.close()
+        raise
 
 
-def too_long(nbytes_max: int) -> TargetError:
+def too_long() -> TargetError:
     """Return the error for an answer with too many bytes."""
-    return TargetError(f"the answer has more than {nbytes_max:,} bytes, and is not read any further")
+    return TargetError(f"the answer has more than {ANSWER_NBYTES_MAX:,} bytes, and is not read any further")
 
 
 def refusal(where: str, status: int, body: bytes) -> AsynctrtError:
-    """Return the error for a status other than 200."""
+    """Return the error for the status of a KServe server other than 200."""
     try:
         said = parse_object(body, "the answer")["error"]
         kind = KINDS[status]
     except (KeyError, AsynctrtError):
-        return TargetError(f"{where} answered with status {status}: {quoted(body) or 'nothing else'}")
+        return unsuccessful(where, status, body)
     return kind(str(said)[:TEXT_LENGTH_MAX])
+
+
+def unsuccessful(where: str, status: int, body: bytes) -> AsynctrtError:
+    """Return the error for a status that is not a success, with the beginning of the answer."""
+    kind = OverloadError if status in OVERLOADED else TargetError
+    return kind(f"{where} answered with status {status}: {quoted(body) or 'nothing else'}")
 
 
 def failure(where: str, error: Exception) -> AsynctrtError:

@@ -21,6 +21,8 @@ from asynctrt.errors import (
 from asynctrt.loadtest.targets import BatchCounters, TargetSpec, without_password
 
 MODELS: Final = "/v2/models/"
+PAGE_S: Final = 10.0
+"""Timeout for reading a model's description or statistics."""
 REFUSALS: Final = (RequestError, UnauthorizedError, UnknownModelError, TooLargeError, UnsupportedError)
 """Errors for a server's refusals; each has an HTTP status and a gRPC code."""
 

@@ -14,11 +14,10 @@ from asynctrt.errors import (
     ConnectionLostError,
     MissingExtraError,
     OptionsError,
-    OverloadError,
     TargetError,
     UsageError,
 )
-from asynctrt.loadtest.http_target import failure, open_session, quoted, read_body, too_long
+from asynctrt.loadtest.http_target import failure, open_session, quoted, read_body, too_long, unsuccessful
 from asynctrt.loadtest.streams import DONE, Events, IsLast, Streamed, ending
 from asynctrt.loadtest.targets import (
     ANSWER_NBYTES_MAX,
@@ -47,8 +46,6 @@ SETTLE_S: Final = (0.2, 1.0)
 """Minimum and maximum time to listen after the first answer, which is not measured. Within these limits, the
 time is as long as that answer took, because further messages of the answer would come by then."""
 EVENT_STREAM: Final = "text/event-stream"
-
-OVERLOADED: Final = (429, 503)
 
 
 async def open_plain_target(spec: TargetSpec) -> Target:
@@ -190,18 +187,17 @@ class PlainHttpTarget(_PlainTarget):
             response = await self._session.request(
                 self._method, url, headers=headers, data=body, allow_redirects=False
             )
-            try:
-                if response.content_type == EVENT_STREAM and 200 <= response.status < 300:
+            if response.content_type == EVENT_STREAM and 200 <= response.status < 300:
+                try:
                     return await self._read_events(response)
-                answer = await read_body(response, ANSWER_NBYTES_MAX)
-            except BaseException:
-                response.close()
-                raise
+                except BaseException:
+                    response.close()
+                    raise
+            answer = await read_body(response)
         except (aiohttp.ClientError, OSError) as error:
             raise failure(self._shown, error) from error
         if not 200 <= response.status < 300:
-            kind = OverloadError if response.status in OVERLOADED else TargetError
-            raise kind(f"status {response.status}: {quoted(answer)}")
+            raise unsuccessful(self._shown, response.status, answer)
         return answer
 
     async def _read_events(self, response: aiohttp.ClientResponse) -> Streamed:
@@ -212,7 +208,7 @@ class PlainHttpTarget(_PlainTarget):
             now_ns = clock.now_ns()
             nbytes += len(part)
             if nbytes > ANSWER_NBYTES_MAX:
-                raise too_long(ANSWER_NBYTES_MAX)
+                raise too_long()
             is_over = not part
             for kind, data in events.feed(part or b"\n\n"):  # The last event may lack its empty line.
                 if kind == b"error" or data.startswith(b'{"error"'):
@@ -294,7 +290,7 @@ class _Socket:
             if answer.done():
                 return
             if is_long:
-                answer.set_exception(too_long(ANSWER_NBYTES_MAX))
+                answer.set_exception(too_long())
             else:
                 answer.set_result(Streamed(_bytes(data), self._came_ns))
 
@@ -382,12 +378,9 @@ class PlainWebsocketTarget(_PlainTarget):
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:
     """Read the rest of an answer if it ends soon, so that the connection can be reused."""
-    try:
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, TargetError):
-            async with asyncio.timeout(CLOSE_S):
-                await read_body(response, ANSWER_NBYTES_MAX)
-    finally:
-        response.close()
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, TargetError):
+        async with asyncio.timeout(CLOSE_S):
+            await read_body(response)
 
 
 def _bytes(data: str | bytes) -> bytes:

@@ -22,9 +22,11 @@ from asynctrt.errors import (
     UnsupportedError,
 )
 from asynctrt.kserve.client import HEAD_NBYTES
-from asynctrt.loadtest import http_target, plain_target
+from asynctrt.loadtest import http_target
 from asynctrt.tensors import TensorSpec
+from tests.helpers import WAIT_S
 from tests.loadtest.kserve_support import ServerContract, answer, fails, import_without, target_at
+from tests.loadtest.support import turns
 from tests.models import rows
 
 pytestmark = pytest.mark.anyio
@@ -118,7 +120,6 @@ class TestLimits:
     @pytest.mark.parametrize("kind", ["length", "pieces"])
     async def test_an_answer_of_any_size_is_not_read(self, monkeypatch, kind, path):
         monkeypatch.setattr(http_target, "ANSWER_NBYTES_MAX", 1 << 20)
-        monkeypatch.setattr(http_target, "PAGE_NBYTES_MAX", 1 << 20)
         written = 0
 
         async def page(request):
@@ -142,7 +143,7 @@ class TestLimits:
             assert written < 32 << 20
 
     async def test_what_is_unpacked_counts(self, monkeypatch):
-        monkeypatch.setattr(plain_target, "ANSWER_NBYTES_MAX", 1 << 20)
+        monkeypatch.setattr(http_target, "ANSWER_NBYTES_MAX", 1 << 20)
 
         async def page(_):
             packed = zlib.compress(bytes(4 << 20))
@@ -279,8 +280,8 @@ class TestErrors:
             (501, {"error": "no"}, UnsupportedError, "no"),
             (503, {"error": "later"}, OverloadError, "later"),
             (500, {"error": "broken"}, TargetError, "status 500.*broken"),
-            (429, {"error": "slowly"}, TargetError, "status 429.*slowly"),
-            (503, "<h1>no\n upstream</h1>", TargetError, "status 503: <h1>no upstream</h1>"),
+            (429, {"error": "slowly"}, OverloadError, "status 429.*slowly"),
+            (503, "<h1>no\n upstream</h1>", OverloadError, "status 503: <h1>no upstream</h1>"),
             (400, ["error"], TargetError, "status 400"),
             (400, {"detail": "x"}, TargetError, 'status 400: {"detail": "x"}'),
             (302, "elsewhere", TargetError, "status 302: elsewhere"),
@@ -396,6 +397,28 @@ class TestErrors:
             with pytest.raises(TargetError, match="/v2/models/m did not answer within 0.01 s"):
                 async with target_at(server.url + MODEL):
                     pass
+
+    async def test_an_answer_that_is_given_up_takes_its_connection_along(self):
+        """Without a length, it is read piece by piece."""
+        entered, left = asyncio.Event(), asyncio.Event()
+
+        async def page(request):
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(b"{")
+            entered.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                left.set()
+
+        async with asked({MODEL + "/infer": page}) as (_, target):
+            future = target.start(target.prepare({"x": rows(1)}))
+            await entered.wait()
+            await turns()  # It reads the first piece.
+            future.cancel()
+            async with asyncio.timeout(WAIT_S):
+                await left.wait()
 
     async def test_what_is_no_http(self):
         async def greet(reader, writer):

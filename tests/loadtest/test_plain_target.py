@@ -90,9 +90,9 @@ async def test_any_address_without_a_body():
         report = await loadtest.run(f"http://{address}/double", rate=200, seconds="300ms", warmup="0s")
         assert report.runs[0].answered == report.runs[0].requests > 0
         assert {method for method, _, _ in application.seen} == {"GET"}
-        with pytest.raises(Exception, match=r'^status 503: \{"error":"later"\}$'):
+        with pytest.raises(Exception, match=r'/busy answered with status 503: \{"error":"later"\}$'):
             await loadtest.run(f"http://{address}/busy", **QUICK)
-        with pytest.raises(TargetError, match="^status 404: Not Found$"):
+        with pytest.raises(TargetError, match="/none answered with status 404: Not Found$"):
             await loadtest.run(f"http://{address}/none", **QUICK)
         with pytest.raises(OptionsError, match="there are no arrays|inputs"):
             await loadtest.run(f"http://{address}/double", body="${x}", **QUICK)
