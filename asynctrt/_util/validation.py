@@ -84,6 +84,8 @@ REMOVED_OPTIONS: Final = {
     **dict.fromkeys(("use_per_session_threads", "log_severity_level", "provider_libraries"), _SESSION),
     # Settings of load tests.
     "compare": "try both values with --sweep and --repeats, or save two reports for asynctrt compare",
+    "max_outstanding": "callers limits the requests in flight",
+    "precision": "the search of a load test finds the rate to within 5%",
     "png": "--report FILE.html writes a page with the charts",
     "scenario": "single-stream is --callers 1, multi-stream --callers 1 --rows 8, server --rate 500 --slo "
     "'p99<15ms', offline --callers 256",

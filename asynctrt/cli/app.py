@@ -533,8 +533,7 @@ LOAD_FLAGS: Final = (
         None,
         "Try each value: rate=100,200, or doubling, callers=1:64. Several sweeps are combined.",
     ),
-    ("search", bool, False, "Find the highest rate that meets the --slo."),
-    ("precision", float, 0.05, "Relative precision of the rate that a search finds."),
+    ("search", bool, False, "Find the highest rate that meets the --slo, to within 5%."),
     ("json", Path | None, None, "Write the report to this file as JSON; - is standard output."),
     ("report", Path | None, None, "Write the report to this file: .html with charts, or .csv."),
 )

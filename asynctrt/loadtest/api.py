@@ -32,7 +32,6 @@ async def run(
     tls: Tls | None = None,
     sweep: Mapping[str, Sequence[Any]] | None = None,
     search: bool = False,
-    precision: float = 0.05,
     **settings: Unpack[RunSettings],
 ) -> Report:
     """Run a load test against a target, from this process and event loop.
@@ -55,8 +54,7 @@ async def run(
         answer is one message.
     :param tls: whom to trust over TLS, and the client's own certificate.
     :param sweep: settings or engine options by name, with the values to try in every combination.
-    :param search: find the highest rate that holds the ``slo``, to within ``precision``.
-    :param precision: the precision of a search, as a share of the rate.
+    :param search: find the highest rate that holds the ``slo``, to within 5%.
     :param settings: the fields of :class:`LoadSettings` (rate, callers, seconds, slo, ...). ``inputs`` and
         ``expect`` may be arrays by name.
     :raises OptionsError: for an unknown or invalid setting.
@@ -83,7 +81,7 @@ async def run(
             "model, token, options, body, headers, method, until_message and tls apply to paths and "
             "addresses only: this target is open already"
         )
-    job = LoadJob(target, LoadSettings(**given), sweep or {}, search, precision)
+    job = LoadJob(target, LoadSettings(**given), sweep or {}, search)
     async with LoadSession(apart=job.settings.processes > 1, watch=None) as session:
         return await carry_out(job, session)
 

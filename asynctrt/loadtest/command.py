@@ -87,13 +87,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         Tls(**{name: given[name] for name in TLS_NAMES if name in given}),
     )
     sweep = dict(_values(text) for text in given.get("sweep", ()))
-    job = LoadJob(
-        spec,
-        LoadSettings(**settings),
-        sweep,
-        given.get("search", False),
-        given.get("precision", 0.05),
-    )
+    job = LoadJob(spec, LoadSettings(**settings), sweep, given.get("search", False))
     made = LoadPlan(job, given.get("json"), given.get("report"))
     for path in made.outputs:
         _check_writable(path, is_page=path == made.report)

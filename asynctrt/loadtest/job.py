@@ -25,6 +25,7 @@ PROBE_S: Final = 1.0
 """Length of the closed-loop probe that determines the first rate of a search."""
 SEARCH_REPEATS: Final = 3
 PRECISION: Final = 0.05
+"""The share of the rate to within which a search finds it."""
 SEARCH_S_MAX: Final = 600.0
 """Limit on how long a search extends a run to judge its slo."""
 
@@ -36,7 +37,6 @@ class LoadJob:
     :param target: a :class:`TargetSpec`, an engine, a target, or an async function.
     :param sweep: values to try in every combination, by the name of a setting or of an engine's option.
     :param search: find the highest rate that holds the slo.
-    :param precision: the precision of a search, as a share of the rate.
     :raises OptionsError: for values that are invalid or contradict each other.
     """
 
@@ -44,7 +44,6 @@ class LoadJob:
     settings: LoadSettings
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     search: bool = False
-    precision: float = PRECISION
 
     def __post_init__(self) -> None:
         settings, has_rate = self.settings, self.settings.rate is not None
@@ -60,14 +59,6 @@ class LoadJob:
             (
                 self.search and settings.requests is not None and settings.requests < least,
                 f"a search for this slo needs {least:,} requests a rate: set that, or leave requests out",
-            ),
-            (
-                self.precision != PRECISION and not self.search,
-                "precision belongs to a search: set search, too",
-            ),
-            (
-                not 0.001 <= self.precision <= 1,
-                f"precision must be a share from 0.001 to 1, not {self.precision!r}",
             ),
             (
                 settings.arrivals != "poisson" and not (has_rate or self.search or "rate" in self.sweep),
@@ -165,7 +156,7 @@ async def _search(job: LoadJob, session: LoadSession) -> Search:
         found = await session.run(LoadCase(job.target, probe, "closed-loop probe", {}))
         session.runs.clear()
         start = found.throughput / 2 if found is not None and found.throughput else 1.0
-    search = Search(float(start), job.precision)
+    search = Search(float(start), PRECISION)
     while (rate := search.next) is not None and not session.is_stopped:
         case = base.with_values({"rate": rate})
         held = missed = void = 0

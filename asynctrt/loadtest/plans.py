@@ -137,10 +137,10 @@ def make_plan(
         callers = profile
     limit = _limit(settings, profile, rows_max, int(rows.max()))
     if room is not None and limit.requests > room.requests * shares:
-        if callers is not None or settings.max_outstanding:
+        if callers is not None:
             raise OptionsError(
-                f"{limit.requests:,} requests in flight are too many for {shares} process(es): {room.why}. "
-                "Set fewer callers or max_outstanding, more processes, or raise the limit"
+                f"{limit.requests:,} callers are too many for {shares} process(es): {room.why}. Set fewer "
+                "callers, more processes, or raise the limit"
             )
         why = f"{room.why}: raise that, or set more processes"
         limit = Limit(room.requests * shares, why, is_void=True)
@@ -173,14 +173,12 @@ def _window_s(seconds: float) -> float:
 
 
 def _limit(settings: LoadSettings, profile: LoadProfile, rows_max: int | None, request_rows: int) -> Limit:
-    """Return the limit that the settings, the target, or the time until requests are given up sets.
+    """Return the limit that the target, the callers, or the time until requests are given up sets.
 
     :param profile: the rate, or the number of callers.
     :param request_rows: the largest number of rows of a request.
     """
     callers = 0 if settings.is_open else math.ceil(profile.largest)
-    if settings.max_outstanding is not None:
-        return Limit(settings.max_outstanding, f"max_outstanding is {settings.max_outstanding:,}")
     if rows_max is not None:
         fit = max(1, rows_max // request_rows, callers)
         return Limit(fit, f"the target takes {rows_max:,} rows at once")

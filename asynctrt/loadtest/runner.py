@@ -250,7 +250,7 @@ class Runner:
         assert self._plan.callers is not None
         wanted = self._plan.callers.at((self._now_ns() - self._start_ns) / 1e9)
         mine = len(range(self._plan.share, round(wanted), self._plan.shares))
-        while self._callers < min(mine, self._room) and self._sending:
+        while self._callers < mine and self._sending:
             self._callers += 1
             self._think()
 

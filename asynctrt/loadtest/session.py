@@ -26,7 +26,7 @@ OPTION_NAMES: Final = tuple(item.name for item in dataclasses.fields(Options))
 SETTING_NAMES: Final = tuple(item.name for item in dataclasses.fields(LoadSettings))
 RUN_ONLY: Final = frozenset(
     {"rate", "callers", "think", "arrivals", "seconds", "warmup"}
-    | {"requests", "repeats", "answer_timeout", "max_outstanding", "slo", "rtol", "atol"}
+    | {"requests", "repeats", "answer_timeout", "slo", "rtol", "atol"}
 )
 """Settings that can change from run to run without new samples or new processes."""
 

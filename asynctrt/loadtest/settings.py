@@ -114,12 +114,6 @@ class LoadSettings:
         check=duration(0, 3600, above=True),
         doc="How long to wait for an answer; after that the request counts as an error.",
     )
-    max_outstanding: int | None = setting(
-        default=None,
-        check=count(1).or_none,
-        doc="""Requests in flight at once; further ones wait here, which counts as latency. Default: the
-        length of an engine's queue; for a server, as many as can be due within answer_timeout.""",
-    )
     slo: tuple[str, ...] = setting(
         default=(),
         check=TEXTS,
@@ -264,7 +258,6 @@ class RunSettings(TypedDict, total=False):
     requests: int | None
     repeats: int | None
     answer_timeout: float | str
-    max_outstanding: int | None
     slo: str | Sequence[str]
     rows: int
     dims: str | Sequence[str]

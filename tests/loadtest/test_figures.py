@@ -39,9 +39,9 @@ def window(latency_ms, *, late_ms=0.001, errors=0, sent=None):
     )
 
 
-def run_of(windows, *, is_server=True, outcome=None, room=None, **settings):
+def run_of(windows, *, is_server=True, outcome=None, room=None, rows_max=256, **settings):
     settings = LoadSettings(**{"rate": 100, "seconds": 10.0, "warmup": 0.0} | settings)
-    plan = make_plan(settings, [sample()], 256 if room is None else None, room=room)
+    plan = make_plan(settings, [sample()], rows_max if room is None else None, room=room)
     outcome = outcome or ProcessResult(
         cpu_ns=1, elapsed_ns=10_050 * MS, stopped_ns=10_050 * MS, last_done_ns=10_000 * MS, exhausted=True
     )
@@ -270,11 +270,11 @@ def test_requests_that_waited_for_a_limit_of_this_machine_make_a_run_void():
     assert "67 open files" in why
 
 
-def test_requests_that_waited_for_a_limit_that_was_asked_for_are_noted():
+def test_requests_that_waited_for_a_limit_of_the_target_are_noted():
     windows = {number: window([5.0] * 25) for number in range(40)}
-    run = run_of(windows, room=Limit(100, ""), max_outstanding=5, outcome=outcome_of(held_back=7))
+    run = run_of(windows, rows_max=5, outcome=outcome_of(held_back=7))
     assert not run.void
-    assert any("max_outstanding is 5" in note for note in run.notes)
+    assert any("the target takes 5 rows at once" in note for note in run.notes)
 
 
 def test_what_this_machine_lacks_is_no_error_of_the_target():

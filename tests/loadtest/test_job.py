@@ -93,7 +93,6 @@ async def test_a_search_finds_what_a_target_bears():
         slo="errors<1%",
         rate=100,
         arrivals="constant",
-        precision=0.1,
         repeats=1,
         **QUICK | {"seconds": 0.5},
     )
@@ -126,8 +125,8 @@ async def test_a_search_asks_that_the_target_keeps_up():
     """A short run ends before its latency has grown beyond a lenient slo."""
     settings = LoadSettings(rate=200, slo="p50<9s", repeats=1, **QUICK)
     async with Behind(apart=False, watch=None) as session:
-        report = await carry_out(LoadJob(Target(at_once), settings, search=True, precision=1.0), session)
-    assert (report.search.holds, report.search.fails) == (200, 400)
+        report = await carry_out(LoadJob(Target(at_once), settings, search=True), session)
+    assert 285 < report.search.holds <= 300 < report.search.fails
 
 
 class Stopping(LoadSession):
@@ -170,7 +169,7 @@ async def test_a_search_tries_a_rate_again_if_a_run_is_void(repeats, runs):
 @pytest.mark.tier2
 async def test_a_search_without_a_rate_begins_near_what_callers_get():
     report = await loadtest.run(
-        Busy(400), search=True, slo="errors<1%", precision=0.5, repeats=1, arrivals="constant", **QUICK
+        Busy(400), search=True, slo="errors<1%", repeats=1, arrivals="constant", **QUICK
     )
     assert 200 < report.search.holds <= 420
     assert all("rate" in run.parameters for run in report.runs)
@@ -184,8 +183,6 @@ async def test_a_search_without_a_rate_begins_near_what_callers_get():
         ({"search": True, "slo": "p99<1ms", "callers": 2}, "a search varies the rate"),
         ({"search": True, "slo": "p99<1ms", "rate": "1..5"}, "begins at one constant rate"),
         ({"search": True, "slo": "p99<1ms", "sweep": {"rate": [1]}}, "exclude each other"),
-        ({"search": True, "slo": "p99<1ms", "precision": 0}, "precision must be a share"),
-        ({"precision": 0.1}, "set search"),
         ({"arrivals": "constant"}, "set rate"),
         ({"arrivals": "constant", "callers": 2}, "set rate"),
         ({"dims": "n=3", "inputs": {"x": np.zeros((1, 2))}}, "dims"),

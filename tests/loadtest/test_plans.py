@@ -133,13 +133,10 @@ def test_whether_it_is_meant_to_be_level(told, is_level):
         ({"rate": 100}, [4], 256, 64),
         ({"rate": 100}, [1, 100], 256, 2),  # Any of them may be the largest.
         ({"rate": 100}, [300], 256, 1),
-        ({"rate": 100, "max_outstanding": 7}, [4], 256, 7),
-        ({"rate": 100, "max_outstanding": 1000}, [4], 256, 1000),
         # A caller waits for an answer, and not for room.
         ({"callers": 64}, [1], 256, 256),
         ({"callers": 1000}, [1], 256, 1000),
         ({"callers": "1,500,20"}, [8], 256, 500),
-        ({"callers": 1000, "max_outstanding": 10}, [1], 256, 10),
     ],
 )
 def test_how_much_may_be_on_the_way(told, rows, rows_max, expected):
@@ -163,9 +160,8 @@ def test_a_limit_of_this_machine_is_kept_and_said():
     assert made.limit.requests == 100
     assert made.limit.is_void
     assert "114 open files" in made.limit.why
-    for asked in ({"callers": 101}, {"rate": 10, "max_outstanding": 101}):
-        with pytest.raises(OptionsError, match="114 open files"):
-            make_plan(LoadSettings(**asked), [sample()], None, 0, 2, room=room)
+    with pytest.raises(OptionsError, match="101 callers are too many for 2 .*114 open files"):
+        make_plan(LoadSettings(callers=101), [sample()], None, 0, 2, room=room)
 
 
 @settings(deadline=None)

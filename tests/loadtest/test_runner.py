@@ -42,6 +42,25 @@ async def test_shares_send_each_arrival_once():
     assert max(target.requests for target in targets) - min(target.requests for target in targets) <= 1
 
 
+async def test_shares_have_all_callers_between_them():
+    targets = [Target(at_once) for _ in range(2)]
+    for target in targets:
+        target.kind, target.in_flight_max = "http", None
+    most = [0, 0]
+
+    async def call(share, target):
+        def answer_soon(target, future):
+            most[share] = max(most[share], sum(not one.done() for one in target.futures))
+            target.loop.call_soon(future.set_result, {})
+            del target.futures[:-8]
+
+        target.on_start = answer_soon
+        await run(target, callers=3, share=share, shares=2, seconds=0.1)
+
+    await asyncio.gather(*(call(share, target) for share, target in enumerate(targets)))
+    assert most == [2, 1]
+
+
 @pytest.mark.parametrize("how", [{"rate": 2000}, {"callers": 3}])
 async def test_as_many_requests_as_asked_for_are_measured_after_the_warm_up(how):
     _, _, windows, _ = await run(Target(at_once), requests=30, warmup=0.1, seconds=20, **how)
@@ -60,7 +79,8 @@ async def test_what_waits_for_room_counts_from_when_it_was_due():
             future.set_result({})
 
     target = Target()
-    _, _, _, whole = await run(target, rate=500, max_outstanding=2, started=let_go_late)
+    target.in_flight_max = 2
+    _, _, _, whole = await run(target, rate=500, started=let_go_late)
     assert whole.answered == whole.sent == target.requests
     # Those that waited were sent late and answered at once: only the first two took long since then.
     long_ns = whole.latency.percentile(100) // 2
@@ -78,7 +98,9 @@ async def test_no_more_are_on_the_way_than_may_be():
                 future.set_result({})
             await asyncio.sleep(0)
 
-    _, _, _, whole = await run(Target(), rate=3000, max_outstanding=3, seconds=0.1, started=watch)
+    target = Target()
+    target.in_flight_max = 3
+    _, _, _, whole = await run(target, rate=3000, seconds=0.1, started=watch)
     assert most <= 3
     assert whole.answered == whole.sent > 100
 
@@ -162,9 +184,8 @@ async def test_errors_are_counted_by_kind_and_nothing_stops(settings):
 async def test_what_nobody_answers_is_given_up():
     """Also what waited for room behind it; and what comes after all is not counted twice."""
     target = Target()
-    _, outcome, _, whole = await run(
-        target, rate=100, max_outstanding=2, answer_timeout=0.1, requests=10, seconds=5
-    )
+    target.in_flight_max = 2
+    _, outcome, _, whole = await run(target, rate=100, answer_timeout=0.1, requests=10, seconds=5)
     assert outcome.exhausted
     assert all(future.cancelled() for future in target.futures)
     counts = {kind: error.count for kind, error in whole.errors.items()}

@@ -46,7 +46,6 @@ IMPOSSIBLE = {
     "requests": [0, -1, 1.5, "10", True],
     "repeats": [0, -1, 2.5, "3", True],
     "answer_timeout": [0, -1, 3601, NAN, INF, None, "10"],
-    "max_outstanding": [0, -1, 1.5, "8", True],
     "slo": ["p99", "p98<1ms", "p99<1", "p99<+1%", ("p99<1ms", ""), 5, [5], None],
     "rows": [0, -1, 1.5, "8", None, True],
     "dims": [5, [5], None, b"length=3"],
