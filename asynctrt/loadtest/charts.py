@@ -2,31 +2,29 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from asynctrt.loadtest.histogram import Counts
-from asynctrt.loadtest.report import Moment, Report, Run
-from asynctrt.loadtest.views import MARKS, by_label, groups, main_groups, main_run, marks_for, odds, sizes
+from asynctrt.loadtest.report import Report, Run
+from asynctrt.loadtest.summary import main_run
 
 LOG_FROM: Final = 30.0
 """An axis is logarithmic if the largest value is more than this many times the smallest."""
-
-FIGURES: Final = (("p50", ""), ("p99", ""), ("max", "dotted"), ("late_p99", "thin"))
-"""Figures drawn over time if there is only one group, each with its line style."""
-LABELS: Final = {"late_p99": "generator's lateness, p99"}
-
-Points = Mapping[float, float | None]
+ALIKE: Final = 1.05
+"""Rates that differ by less than this factor are one rate: latency against them shows nothing."""
+RUNS_MAX: Final = 10
+"""More lines than the script has colours for would be indistinguishable."""
+TIME: Final = "time after the warm-up (s)"
 
 
 class Series(NamedTuple):
-    """A line, bars or points of a chart. What has the same ``group`` has one colour in all charts."""
+    """A line, bars or points of a chart. What has the same label has one colour in all charts."""
 
     label: str
     look: str
-    points: Points
-    group: str = ""
+    values: Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,100 +37,77 @@ class Chart:
     data: Mapping[str, Any]
 
 
-WORDS: Final = {
-    "rate-latency": (
-        "Latency against rate",
-        """Each point is a run that is not void, or a moment of a run whose load changes: the requests/s that
-        were due (with callers: that were answered), and the latency.""",
-    ),
-    "latency": (
-        "Latency over time",
-        """Latency of the requests that were due at each moment. A gap is a moment with too few requests for
-        the figure, and a red mark one with errors.""",
-    ),
-    "throughput": (
-        "Throughput over time",
-        """Answers per second, beside the requests that were due. If the answers stay below for long, the
-        target does not keep up.""",
-    ),
-    "percentiles": (
-        "Latency by percentile",
-        "The latency that this share of the requests did not exceed.",
-    ),
-    "batches": ("Batches by size", "Number of batches by their rows."),
-}
-"""The title and the caption of each chart, in their order."""
-
-
 def charts(report: Report) -> list[Chart]:
     """Return every chart for which the report has figures."""
-    makers = (_rate_latency, _latency, _throughput, _percentiles, _batches)
-    made = list(zip(WORDS.items(), [maker(report) for maker in makers], strict=True))
-    colours = {group.name: number for number, group in enumerate(groups(report))}
-    for _, data in made:
-        for series in data["series"] if data is not None else ():
-            series["colour"] = colours.setdefault(series.pop("group") or series["label"], len(colours))
-    return [
-        Chart(name, title, " ".join(caption.split()) + _which(report, name), data)
-        for (name, (title, caption)), data in made
-        if data is not None
-    ]
-
-
-def _which(report: Report, chart: str) -> str:
-    """Return which runs a chart shows, if it does not show all of them."""
     main = main_run(report)
-    of_one = {"latency": ("search",), "throughput": ("search",), "batches": ("sweep", "search")}
-    if main is not None and report.kind in of_one.get(chart, ()) and len(report.runs) > 1:
-        return f" This is the run {main.label}." if len(by_label(report)) > 1 else " This is the first run."
-    drawn = sum(len(group.runs) for group in groups(report))
-    if chart != "rate-latency" and drawn < len(report.runs):
-        return f" {drawn} of the {len(report.runs)} runs are drawn."
-    return ""
+    if main is None:
+        return []
+    labels = {run.label for run in report.runs}
+    which = f" This is the run {main.label}." if len(labels) > 1 else " This is the first run."
+    which = which if len(report.runs) > 1 else ""
+    made = (
+        Chart(
+            "rate-latency",
+            "Latency against rate",
+            "Each point is a run that is not void, or a moment of a run whose load changes: the requests/s "
+            "that were due (with callers: that were answered), and the latency.",
+            _rate_latency(report),
+        ),
+        Chart(
+            "latency",
+            "Latency over time",
+            "Latency of the requests that were due at each moment. A gap is a moment with too few requests "
+            "for the figure, and a red mark one with errors." + which,
+            _latency(main),
+        ),
+        Chart(
+            "runs",
+            "Latency of each run over time",
+            "The p99, or if there are too few requests for it the p50, of the requests that were due at each "
+            "moment.",
+            _runs(report),
+        ),
+        Chart(
+            "throughput",
+            "Throughput over time",
+            "Answers per second, beside the requests that were due. If the answers stay below for long, the "
+            "target does not keep up." + which,
+            _throughput(main),
+        ),
+        Chart("batches", "Batches by size", "Number of batches by their rows." + which, _batches(main)),
+    )
+    drawn = [chart for chart in made if chart.data]
+    colours: dict[str, int] = {}
+    for chart in drawn:
+        for series in chart.data["series"]:
+            if series["look"] != "thin":
+                series["colour"] = colours.setdefault(series["label"], len(colours))
+    return drawn
 
 
 def _chart(
-    series: Sequence[Series], x: str, y: str, *, is_log: bool = False, **more: Any
-) -> dict[str, Any] | None:
-    """Return a chart of named series over the union of their x values; ``None`` if all are empty."""
-    known = [one for one in series if any(_known(one.points.values()))]
-    if not known:
-        return None
-    xs = sorted({place for one in known for place in one.points})
-    return {
-        "x": x,
-        "y": y,
-        "log": is_log,
-        "xs": xs,
-        # Draw a line across x values at which only other series have points.
-        "spans": any(len(one.points) < len(xs) for one in known),
-        "series": [
-            {
-                "label": one.label,
-                "look": one.look,
-                "group": one.group,
-                "values": [_finite(one.points.get(place)) for place in xs],
-            }
-            for one in known
-        ],
-        **more,
-    }
+    x: str, xs: Sequence[float], y: str, series: Sequence[Series], *, is_log: bool = False
+) -> dict[str, Any]:
+    """Return a chart of several series over the same x values, without empty ones; empty if all are."""
+    known = [(one, [_finite(value) for value in one.values]) for one in series]
+    lines = [
+        {"label": one.label, "look": one.look, "values": values}
+        for one, values in known
+        if any(value is not None for value in values)
+    ]
+    return {"x": x, "y": y, "log": is_log, "xs": list(xs), "series": lines} if lines else {}
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
+def _is_wide(series: Sequence[Series]) -> bool:
+    values = [value for one in series for value in one.values if value is not None and 0 < value < math.inf]
+    return bool(values) and max(values) / min(values) > LOG_FROM
 
 
-def _is_wide(values: Iterable[float | None]) -> bool:
-    known = [value for value in _known(values) if value > 0]
-    return bool(known) and max(known) / min(known) > LOG_FROM
-
-
-def _rate_latency(report: Report) -> dict[str, Any] | None:
+def _rate_latency(report: Report) -> dict[str, Any]:
     level = report.settings.get("rate") or report.settings.get("callers")
     is_varied = re.search(r"\.\.|,", str(level)) is not None and report.kind in ("run", "repeats")
     found: list[tuple[float, float | None, float | None]] = []
@@ -145,92 +120,57 @@ def _rate_latency(report: Report) -> dict[str, Any] | None:
         else:
             rate = run.throughput if run.offered is None else run.offered
             found.append((rate, run.latency.get("p50"), run.latency.get("p99")))
-    rates = [rate for rate, *_ in found]
-    if len(rates) < 2 or max(rates) < 1.05 * min(rates):
-        return None
-    points: tuple[dict[float, float | None], ...] = {}, {}
-    for rate, *values in found:
-        place = rate
-        while place in points[0]:  # Two runs at the same rate are two points.
-            place = math.nextafter(place, math.inf)
-        for by_rate, value in zip(points, values, strict=True):
-            by_rate[place] = value
-    series = [Series(name, "points", one) for name, one in zip(("p50", "p99"), points, strict=True)]
-    is_log = _is_wide(value for one in points for value in one.values())
-    return _chart(series, "rate (requests/s)", "latency (ms)", is_log=is_log)
+    found.sort(key=lambda item: item[0])
+    if len(found) < 2 or found[-1][0] < ALIKE * found[0][0]:
+        return {}
+    rates, p50, p99 = zip(*found, strict=True)
+    series = [Series("p50", "points", p50), Series("p99", "points", p99)]
+    return _chart("rate (requests/s)", rates, "latency (ms)", series, is_log=_is_wide(series))
 
 
-def _latency(report: Report) -> dict[str, Any] | None:
-    shown = main_groups(report, "search")
-    series: list[Series] = []
-    if len(shown) == 1:
-        for run in shown[0].runs:
-            several = f" of {run.label}" if len({one.label for one in shown[0].runs}) > 1 else ""
-            series += [
-                Series(LABELS.get(name, name) + several, look, _over_time(run, name))
-                for name, look in FIGURES
-            ]
-    else:
-        has_p99 = any(
-            moment.p99 is not None for group in shown for run in group.runs for moment in run.moments
-        )
-        name = "p99" if has_p99 else "p50"
-        series = [
-            Series(f"{group.name}, {name}", "", _over_time(run, name), group.name)
-            for group in shown
-            for run in group.runs
-        ]
-    is_log = _is_wide(value for one in series if "late" not in one.label for value in one.points.values())
-    errors = sorted(
-        {_middle(moment) for group in shown for run in group.runs for moment in run.moments if moment.errors}
-    )
-    return _chart(series, "time after the warm-up (s)", "latency (ms)", is_log=is_log, errors=errors)
+def _latency(run: Run) -> dict[str, Any]:
+    looks = (("p50", ""), ("p99", ""), ("max", "dotted"))
+    series = [Series(name, look, _over_time(run, name)) for name, look in looks]
+    late = Series("generator's lateness, p99", "thin", _over_time(run, "late_p99"))
+    data = _chart(TIME, _times(run), "latency (ms)", [*series, late], is_log=_is_wide(series))
+    errors = [at_s for at_s, moment in zip(_times(run), run.moments, strict=True) if moment.errors]
+    return {**data, "errors": errors} if data else data
 
 
-def _throughput(report: Report) -> dict[str, Any] | None:
-    shown = main_groups(report, "search")
-    series: list[Series] = []
-    for group in shown:
-        for run in group.runs:
-            name = group.name if len(shown) > 1 else ""
-            series.append(Series(f"{name} due".strip(), "thin", _over_time(run, "sent"), name))
-            series.append(Series(f"{name} answered".strip(), "", _over_time(run, "throughput"), name))
-    return _chart(series, "time after the warm-up (s)", "requests/s")
+def _runs(report: Report) -> dict[str, Any]:
+    """Return a line for each run of a sweep or of repetitions; of several with one label, the first."""
+    runs = {run.label: run for run in reversed(report.runs)}
+    if report.kind not in ("sweep", "repeats") or not 2 <= len(runs) <= RUNS_MAX:
+        return {}
+    has_p99 = any(moment.p99 is not None for run in runs.values() for moment in run.moments)
+    name = "p99" if has_p99 else "p50"
+    lines = {
+        f"{label}, {name}": dict(zip(_times(run), _over_time(run, name), strict=True))
+        for label, run in reversed(runs.items())
+    }
+    xs = sorted({at_s for line in lines.values() for at_s in line})
+    series = [Series(label, "", [line.get(at_s) for at_s in xs]) for label, line in lines.items()]
+    return _chart(TIME, xs, "latency (ms)", series, is_log=_is_wide(series))
 
 
-def _over_time(run: Run, name: str) -> Points:
-    return {_middle(moment): getattr(moment, name) for moment in run.moments}
-
-
-def _middle(moment: Moment) -> float:
-    return moment.at_s + moment.seconds / 2
-
-
-def _percentiles(report: Report) -> dict[str, Any] | None:
-    series: list[Series] = []
-    most = 2.0
-    for group in groups(report):
-        for run in group.runs:
-            if not run.answered:
-                continue
-            counts = Counts.of(run.histogram)
-            most = max(most, 2.0 * len(counts))
-            points = {odds(mark): (counts.percentile(mark) or 0) / 1e6 for mark in marks_for(len(counts))}
-            series.append(Series(group.name or "latency", "", points, group.name))
-    marks = [[odds(mark), f"{mark:.10g}%"] for mark in MARKS if odds(mark) <= most]
-    is_log = _is_wide(value for one in series for value in one.points.values())
-    return _chart(series, "percentile of the requests", "latency (ms)", is_log=is_log, marks=marks)
-
-
-def _batches(report: Report) -> dict[str, Any] | None:
-    shown = main_groups(report, "sweep", "search")
+def _throughput(run: Run) -> dict[str, Any]:
     series = [
-        Series(
-            group.name or "batches",
-            "bars",
-            {float(rows): float(count) for rows, count in sizes(group.runs).items()},
-            group.name,
-        )
-        for group in shown
+        Series("due", "thin", _over_time(run, "sent")),
+        Series("answered", "", _over_time(run, "throughput")),
     ]
-    return _chart(series, "rows in a batch", "batches")
+    return _chart(TIME, _times(run), "requests/s", series)
+
+
+def _batches(run: Run) -> dict[str, Any]:
+    by_rows = {} if run.batches is None else run.batches.by_rows
+    rows = sorted(by_rows)
+    series = [Series("batches", "bars", [by_rows[size] for size in rows])]
+    return _chart("rows in a batch", rows, "batches", series)
+
+
+def _times(run: Run) -> list[float]:
+    return [moment.at_s + moment.seconds / 2 for moment in run.moments]
+
+
+def _over_time(run: Run, name: str) -> list[float | None]:
+    return list(map(attrgetter(name), run.moments))

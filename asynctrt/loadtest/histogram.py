@@ -5,8 +5,7 @@ windows and processes add up exactly.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -80,18 +79,6 @@ class Counts:
     def as_mapping(self) -> dict[int, int]:
         """Return how often each rounded value in ns occurs."""
         return dict(zip(*(part.tolist() for part in self.items()), strict=True))
-
-    @classmethod
-    def of(cls, mapping: Mapping[int, int]) -> Self:
-        """Return the counts of :meth:`as_mapping`."""
-        counts, values = cls(), np.array(list(mapping), np.int64)
-        often = np.array(list(mapping.values()), np.int64)
-        if len(values):
-            keys = _keys(values)
-            first = int(keys.min())
-            counts._add(first, np.bincount(keys - first, often).astype(np.int64))
-            counts.total_ns = int((_middle(values) * often).sum())
-        return counts
 
     def _add(self, first: int, counts: Ints) -> None:
         """Add the counts of the keys from ``first`` on."""

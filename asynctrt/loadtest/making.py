@@ -1,19 +1,13 @@
-"""Describes where and how a report was made: the machine, the versions, the command without its secrets."""
+"""Describes when and where a report was made: the time, the machine, the versions."""
 
 import platform
-import shlex
 import sys
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from asynctrt.devices.host import cores
-from asynctrt.loadtest.targets import without_password
-
-SECRET: Final = ("--token", "--header", "--headers")
-"""Flags whose values must not appear in a report."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -42,21 +36,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_making() -> dict[str, str]:
-    """Return the time, the host and the command of a report."""
+    """Return the time and the host of a report."""
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
-        "command": shlex.join(without_secrets([Path(sys.argv[0]).name, *sys.argv[1:]])),
     }
-
-
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return a command's words without passwords and the values of flags for tokens and headers."""
-    told = []
-    hides = False
-    for word in words:
-        flag, mark, _ = word.partition("=")
-        shown = without_password(word)
-        told.append("…" if hides else f"{flag}=…" if mark and flag in SECRET else shown)
-        hides = not hides and word in SECRET
-    return told

@@ -10,7 +10,6 @@ from asynctrt.errors import MissingExtraError
 from asynctrt.loadtest import summary
 from asynctrt.loadtest.charts import charts
 from asynctrt.loadtest.report import Report
-from asynctrt.loadtest.views import main_run
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -45,7 +44,7 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    main = main_run(report)
+    main = summary.main_run(report)
     is_several = main is not None and report.kind not in ("run", "repeats")
     parts = {"Target": report.target, "Settings": report.settings, "Machine": report.machine}
     return environment.get_template("report.html.j2").render(

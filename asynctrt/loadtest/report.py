@@ -206,7 +206,7 @@ class Report:
     """Confidence intervals over the repetitions, by figure; empty with fewer than two repetitions."""
     search: SearchResult | None = None
     made: Mapping[str, str] = field(default_factory=dict)
-    """When (``at``, ISO 8601), where (``host``) and by which ``command`` the report was made."""
+    """When (``at``, ISO 8601) and where (``host``) the report was made."""
 
     @property
     def complete(self) -> bool:

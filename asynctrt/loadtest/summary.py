@@ -1,13 +1,13 @@
 """The result of a load test in words, key figures and tables, for the page and the terminal. Pure."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from asynctrt.loadtest.criteria import LATENCIES, parse_slo
-from asynctrt.loadtest.report import Report, Run
+from asynctrt.loadtest.report import ErrorCount, Report, Run
 from asynctrt.loadtest.settings import CALLERS_DEFAULT
-from asynctrt.loadtest.views import all_errors, main_run, number
 
 DASH: Final = "\N{EM DASH}"
 TOO_FEW: Final = "too few requests for this percentile"
@@ -62,6 +62,45 @@ class Table:
 
 
 Column = Callable[[Run], "Cell | float | None"]
+
+
+# ---- what stands for a report
+
+
+def main_run(report: Report) -> Run | None:
+    """Return the representative run: for a search, at the rate found; for a sweep, the best run."""
+    if not report.runs:
+        return None
+    if report.kind not in ("sweep", "search"):
+        return report.runs[0]
+    good = [run for run in report.runs if run.holds]
+    if report.search is not None:
+        good = [run for run in good if rate_of(run) <= (report.search.holds or 0.0)]
+        # A confirmed rate was run more than once; the last run counts.
+        return max(reversed(good), key=rate_of, default=report.runs[-1])
+    best = good or [run for run in report.runs if not run.void] or report.runs
+    if len({run.offered for run in best}) == 1 and best[0].offered is not None:
+        # At the same rate, throughputs differ only by chance, so choose the run with the lowest latency.
+        return min(best, key=lambda run: run.latency.get("p99", math.inf))
+    return max(best, key=lambda run: run.throughput)
+
+
+def rate_of(run: Run) -> float:
+    """Return the rate of a run, for sorting."""
+    try:
+        return float(run.parameters["rate"])
+    except (KeyError, TypeError, ValueError):  # The run has no rate as a parameter, or a ramp.
+        return run.throughput if run.offered is None else run.offered
+
+
+def all_errors(runs: Iterable[Run]) -> dict[str, ErrorCount]:
+    """Return the errors of all runs by kind, with the first message of each kind."""
+    found: dict[str, ErrorCount] = {}
+    for run in runs:
+        for kind, what in run.errors.items():
+            before = found.get(kind)
+            found[kind] = ErrorCount(before.count + what.count, before.example) if before else what
+    return found
 
 
 # ---- the verdict
@@ -198,6 +237,18 @@ def _missed(report: Report, asked: Sequence[str]) -> tuple[str, ...]:
 
 
 # ---- figures
+
+
+def number(value: float) -> str:
+    """Format a number with three significant digits, but with all digits of its integer part."""
+    if not math.isfinite(value):
+        return "∞" if value > 0 else "?"
+    if value == int(value):
+        return f"{value:,.0f}"
+    rounded = float(f"{value:.3g}")
+    if abs(rounded) >= 100:
+        return f"{value:,.0f}"
+    return f"{rounded:,.{2 - math.floor(math.log10(abs(rounded)))}f}"
 
 
 def _figure(name: str, value: float | None) -> str:

@@ -12,8 +12,7 @@ from asynctrt.loadtest.figures import latencies
 from asynctrt.loadtest.recorder import Window, total
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.session import Progress
-from asynctrt.loadtest.summary import DASH, Cell
-from asynctrt.loadtest.views import number
+from asynctrt.loadtest.summary import DASH, Cell, number
 
 try:
     from rich import box

@@ -6,7 +6,7 @@ import re
 import anyio
 import pytest
 
-from asynctrt.loadtest.charts import WORDS, charts
+from asynctrt.loadtest.charts import RUNS_MAX, charts
 from asynctrt.loadtest.page import render
 from tests.loadtest.reports import EVERY, XSS, make_report, make_run
 from tests.loadtest.test_page import opened
@@ -21,10 +21,9 @@ def page_of(kind):
 def test_every_line_has_a_value_or_a_gap_at_each_place(kind):
     for chart in charts(EVERY[kind]()):
         data = json.loads(json.dumps(chart.data, allow_nan=False))
-        assert chart.name in WORDS
         assert chart.title
         assert chart.caption
-        assert data["xs"] == sorted(set(data["xs"]))
+        assert data["xs"] == sorted(data["xs"])
         assert data["series"]
         for one in data["series"]:
             assert len(one["values"]) == len(data["xs"])
@@ -34,23 +33,22 @@ def test_every_line_has_a_value_or_a_gap_at_each_place(kind):
 @pytest.mark.tier2
 def test_what_is_drawn_of_which_report():
     drawn = {kind: [chart.name for chart in charts(EVERY[kind]())] for kind in EVERY}
-    assert drawn["single"] == ["latency", "throughput", "percentiles", "batches"]
-    assert drawn["search"] == list(WORDS)
+    assert drawn["single"] == ["latency", "throughput", "batches"]
+    assert drawn["search"] == ["rate-latency", "latency", "throughput", "batches"]
     assert drawn["empty"] == []
-    sweep = {chart.name: chart.data for chart in charts(EVERY["sweep_of_a_setting"]())}
-    assert all(one["label"].endswith(", p99") for one in sweep["latency"]["series"])
+    for kind in ("sweep_of_a_setting", "repeats"):
+        runs = EVERY[kind]().runs
+        (series,) = [chart.data["series"] for chart in charts(EVERY[kind]()) if chart.name == "runs"]
+        assert [one["label"] for one in series] == [f"{run.label}, p99" for run in runs]
+    assert len(EVERY["long_sweep"]().runs) > RUNS_MAX
+    assert "runs" not in drawn["long_sweep"]
 
 
 def test_what_is_one_thing_has_one_colour_in_all_charts():
-    """Each run of a sweep, however a chart calls its figures."""
-    for kind, many in (("sweep_of_a_setting", 2), ("sweep", 8)):
-        colours = {}
-        for chart in charts(EVERY[kind]()):
-            for one in chart.data["series"]:
-                colours.setdefault(one["label"].partition(",")[0].split()[0], set()).add(one["colour"])
-        assert len(colours) >= many
-        assert all(len(found) == 1 for found in colours.values()), colours
-        assert len(set.union(*colours.values())) == len(colours)
+    for kind in ("search", "sweep_of_a_setting", "sweep"):
+        shown = [one for chart in charts(EVERY[kind]()) for one in chart.data["series"]]
+        pairs = {(one["label"], one["colour"]) for one in shown if one["look"] != "thin"}
+        assert len(pairs) == len({label for label, _ in pairs}) == len({colour for _, colour in pairs})
 
 
 def test_a_chart_says_the_figures_of_its_report():
@@ -72,12 +70,12 @@ def test_a_ramp_has_its_latency_against_its_rate():
 def test_which_runs_are_shown():
     def end(kind, name):
         (caption,) = [chart.caption for chart in charts(EVERY[kind]()) if chart.name == name]
-        return caption.removeprefix(" ".join(WORDS[name][1].split()))
+        return caption.partition(" This is ")[2]
 
     assert end("single", "latency") == ""
-    assert end("search", "latency") == " This is the run 3,438 requests/s."
-    assert end("sweep", "batches") == " This is the run rate=3000."
-    assert end("long_sweep", "percentiles") == " 10 of the 20 runs are drawn."
+    assert end("search", "latency") == "the run 3,438 requests/s."
+    assert end("sweep", "batches") == "the run rate=3000."
+    assert end("repeats", "throughput") == "the run repetition 1."
     assert end("long_sweep", "rate-latency") == ""
 
 

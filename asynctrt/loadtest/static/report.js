@@ -12,9 +12,9 @@
     return { stroke: style("--soft"), grid, ticks: { ...grid, size: 4 }, font, labelFont: font, label, labelSize: 18, labelGap: 0, ...more };
   }
 
-  function seriesOf({ label, look, colour }, { series: { length: count }, spans }) {
-    const stroke = look === "thin" && count > 1 ? style("--soft") : COLOURS[colour % COLOURS.length];
-    const drawn = { label, stroke, width: look === "thin" ? 1 : 1.75, spanGaps: spans, value: (u, value) => isPointedAt(u) ? short(value) : "" };
+  function seriesOf({ label, look, colour }) {
+    const stroke = look === "thin" ? style("--soft") : COLOURS[colour % COLOURS.length];
+    const drawn = { label, stroke, width: look === "thin" ? 1 : 1.75, value: (u, value) => isPointedAt(u) ? short(value) : "" };
     if (look === "bars") return { ...drawn, fill: `${stroke}aa`, paths: uPlot.paths.bars({ size: [0.8, 48] }), points: { show: false } };
     if (look === "points") return { ...drawn, paths: () => null, points: { show: true, size: 7, fill: stroke } };
     return { ...drawn, dash: look === "dotted" ? [2, 3] : undefined, points: { show: false } };
@@ -36,33 +36,23 @@
     u.ctx.restore();
   }
 
-  // Repetitions have one name, one colour and one entry in the legend, which shows and hides all of them.
-  function together(u, index, show) {
-    if (show === undefined || index === null) return;
-    u.series.forEach((one, at) => {
-      if (at && at !== index && one.label === u.series[index].label && one.show !== show) u.setSeries(at, { show });
-    });
-    rowsOf(u)[index].querySelector("th").ariaPressed = String(show);
-  }
-
   const rowsOf = (u) => u.root.querySelectorAll(".u-legend .u-series");
 
-  function once(u) {
-    const names = u.series.map((one) => one.label);
-    rowsOf(u).forEach((row, at) => {
-      row.hidden = names.indexOf(names[at]) !== at;
-      if (at) asButton(row.querySelector("th"));
-    });
+  function setPressed(u, index, show) {
+    if (show !== undefined && index !== null) rowsOf(u)[index].querySelector("th").ariaPressed = String(show);
   }
 
   // A name in the legend is pressed by the keyboard, too.
-  function asButton(name) {
-    Object.assign(name, { tabIndex: 0, role: "button", ariaPressed: "true" });
-    name.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" && event.key !== " ") return;
-      event.preventDefault();
-      name.click();
-    });
+  function asButtons(u) {
+    for (const row of [...rowsOf(u)].slice(1)) {
+      const name = row.querySelector("th");
+      Object.assign(name, { tabIndex: 0, role: "button", ariaPressed: "true" });
+      name.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        name.click();
+      });
+    }
   }
 
   // Without a cursor in the chart there are no figures to show.
@@ -70,21 +60,16 @@
   const showPlace = (u) => { rowsOf(u)[0].hidden = !isPointedAt(u); };
 
   function optionsOf(chart, width) {
-    const marks = chart.marks ? new Map(chart.marks) : null;
     const isBars = chart.series.some((one) => one.look === "bars");
     const isPoints = chart.series.some((one) => one.look === "points");
-    const x = marks
-      ? axisOf(chart.x, { splits: () => [...marks.keys()], values: (_, splits) => splits.map((at) => marks.get(at) ?? "") })
-      : axisOf(chart.x, { values: (_, splits) => splits.map((at) => isBars && !Number.isInteger(at) ? "" : short(at)) });
-    const told = marks ? (value) => value === null ? "—" : `${Number((100 - 100 / value).toPrecision(6))}%` : short;
+    const x = axisOf(chart.x, { values: (_, splits) => splits.map((at) => isBars && !Number.isInteger(at) ? "" : short(at)) });
     const top = (_, low, high) => chart.log ? uPlot.rangeLog(low > 0 ? low : 1e-3, high, 10, false) : [0, high > 0 ? high * 1.08 : 1];
     return {
       width, height: 300, padding: [10, 24, 0, 0],
       cursor: { drag: { x: true, y: false }, focus: { prox: 24 } },
       focus: { alpha: chart.series.length > 2 ? 0.35 : 1 },
       scales: {
-        x: marks ? { time: false, distr: 3, log: 10, range: (_, low, high) => [low, Math.max(high, low * 1.01)] }
-          : isBars ? { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] }
+        x: isBars ? { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] }
           : isPoints ? { time: false, range: (_, low, high) => [low - 0.02 * (high - low || 1), high + 0.02 * (high - low || 1)] }
           : { time: false },
         y: { distr: chart.log ? 3 : 1, range: top },
@@ -93,9 +78,9 @@
         size: (_, labels) => 18 + 7 * Math.max(2, ...(labels || []).map((label) => (label || "").length)),
         values: (_, splits) => splits.map((at) => at === null ? "" : short(at)),
       })],
-      series: [{ label: chart.x, value: (_, value) => told(value) },
-        ...chart.series.map((one) => seriesOf(one, chart))],
-      hooks: { setSeries: [(u, index, { show }) => together(u, index, show)], setLegend: [showPlace], ready: [once, showPlace], draw: chart.errors && chart.errors.length ? [(u) => markErrors(u, chart.errors)] : [] },
+      series: [{ label: chart.x, value: (_, value) => short(value) },
+        ...chart.series.map(seriesOf)],
+      hooks: { setSeries: [(u, index, { show }) => setPressed(u, index, show)], setLegend: [showPlace], ready: [asButtons, showPlace], draw: chart.errors && chart.errors.length ? [(u) => markErrors(u, chart.errors)] : [] },
     };
   }
 

@@ -4,17 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from asynctrt.loadtest.views import (
-    GROUPS_MAX,
-    MARKS,
-    groups,
-    main_run,
-    marks_for,
-    number,
-    odds,
-    rate_of,
-    sizes,
-)
+from asynctrt.loadtest.summary import main_run, number, rate_of
 from tests.loadtest import reports
 
 
@@ -79,56 +69,8 @@ class TestMainRun:
         assert main_run(replace(report, runs=tuple(runs))).label == "rate=3000"
 
 
-class TestGroups:
-    def test_repetitions_are_one(self):
-        report = reports.repeats()
-        (group,) = groups(report)
-        assert (group.name, group.runs) == ("5 repetitions", report.runs)
-
-    def test_one_run_has_no_name(self):
-        assert [group.name for group in groups(reports.single())] == [""]
-        assert groups(reports.empty()) == []
-
-    def test_of_many_some_are_shown(self):
-        report = reports.long_sweep()
-        shown = groups(report)
-        assert len(shown) == GROUPS_MAX == len({group.name for group in shown})
-        assert shown[0].runs == report.runs[:1]
-        assert shown[-1].runs == report.runs[-1:]
-        assert shown[-1].name == f"{report.runs[-1].label} (void)"
-
-    def test_runs_of_the_same_are_together(self):
-        shown = groups(reports.search())
-        assert [len(group.runs) for group in shown] == [1, 1, 1, 1, 2, 1, 1, 1]
-        shown = groups(reports.sweep(rates=(500, 1000, 500, 1000)))
-        assert [(group.name, len(group.runs)) for group in shown] == [("rate=500", 2), ("rate=1000", 2)]
-
-    def test_a_search_is_in_the_order_of_its_rates(self):
-        rates = [group.runs[0].offered for group in groups(reports.search())]
-        assert rates == sorted(rates)
-
-
-def test_sizes_of_batches_add_up():
-    report = reports.repeats(3)
-    found = sizes(report.runs)
-    assert sum(found.values()) == sum(run.batches.batches for run in report.runs)
-    assert list(found) == sorted(found)
-    assert sizes(reports.few().runs) == {}
-
-
 def test_rates_are_read_as_they_are_given():
     run = reports.make_run(rate=2000, parameters={"rate": "1500"})
     assert rate_of(run) == 1500
     assert rate_of(replace(run, parameters={"rate": "100..2000"})) == 2000
     assert rate_of(replace(run, parameters={}, offered=None)) == run.throughput
-
-
-def test_the_percentiles_of_a_curve():
-    assert (odds(0), odds(50), odds(99)) == (1, 2, 100)
-    found = marks_for(1000)
-    assert found == sorted(found)
-    assert found[0] == 0
-    assert odds(found[-1]) == pytest.approx(2000)
-    assert {mark for mark in MARKS if mark <= 99.9} <= set(found)
-    assert 99.99 not in found
-    assert marks_for(1)[-1] == 50
