@@ -512,7 +512,6 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
 LOAD_TOKEN: Final = "ASYNCTRT_LOAD_TOKEN"  # noqa: S105  (a variable's name, not a secret)
 
 LOAD_FLAGS: Final = (
-    ("model", str | None, None, "The server's model, if the address does not name it."),
     ("device", str, "host", "The device of a model that is opened for the test."),
     ("body", str | None, None, "What to send to a server without KServe: JSON or text with ${input}; @FILE."),
     ("header", list[str] | None, None, "A header of every request, over gRPC metadata: 'Name: value'."),

@@ -21,7 +21,6 @@ from asynctrt.options import Options
 async def run(
     target: str | Path | Engine | Target | TargetSpec | Call,
     *,
-    model: str | None = None,
     token: str | None = None,
     device: str = "host",
     options: Options | None = None,
@@ -40,7 +39,6 @@ async def run(
         ``http://HOST:PORT/v2/models/NAME``, ``grpc://HOST:PORT/NAME`` or
         ``ws://HOST:PORT/v2/models/NAME/ws``; any other HTTP or websocket address; or an async function, or
         its ``module:name``, that takes arrays by name, or no arguments.
-    :param model: the server's model, if the address does not name it.
     :param token: the server's bearer token.
     :param device: the device of an engine that is opened for the test.
     :param options: the options of an engine that is opened for the test.
@@ -66,7 +64,6 @@ async def run(
     if isinstance(target, str | Path):
         target = TargetSpec(
             str(target),
-            model,
             token,
             device,
             options or Options(),
@@ -76,10 +73,10 @@ async def run(
             None if until_message is None else str(until_message),
             tls or Tls(),
         )
-    elif any(one is not None for one in (model, token, options, body, headers, method, until_message, tls)):
+    elif any(one is not None for one in (token, options, body, headers, method, until_message, tls)):
         raise UsageError(
-            "model, token, options, body, headers, method, until_message and tls apply to paths and "
-            "addresses only: this target is open already"
+            "token, options, body, headers, method, until_message and tls apply to paths and addresses "
+            "only: this target is open already"
         )
     job = LoadJob(target, LoadSettings(**given), sweep or {}, search)
     async with LoadSession(apart=job.settings.processes > 1, watch=None) as session:

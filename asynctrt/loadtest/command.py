@@ -76,7 +76,6 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         )
     spec = TargetSpec(
         target,
-        given.get("model"),
         given.get("token"),
         given.get("device", "host"),
         Options.from_settings(None, options),

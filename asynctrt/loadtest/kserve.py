@@ -10,7 +10,6 @@ from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from asynctrt.errors import (
-    OptionsError,
     RequestError,
     TooLargeError,
     UnauthorizedError,
@@ -55,15 +54,13 @@ def read_address(spec: TargetSpec) -> Address:
     """Parse ``http://HOST:PORT/v2/models/NAME[/versions/VERSION]``, with ``/ws`` at the end for ``ws``, or
     ``grpc://HOST:PORT/NAME[/versions/VERSION]``.
 
-    The address may omit the model if ``spec`` names it.
-
     :raises UsageError: for anything else.
-    :raises OptionsError: if the address and ``spec`` name no model, or different ones.
     """
     is_grpc = spec.scheme.startswith("grpc")
     verb = "" if is_grpc else "/ws" if spec.scheme.startswith("ws") else "/infer"
     example = f"{spec.scheme}://HOST:PORT{'/' if is_grpc else MODELS}NAME{verb.removesuffix('/infer')}"
-    wrong = UsageError(f"{without_password(spec.where)!r} is not the address of a model: write {example}")
+    what = f"{without_password(spec.where)!r} is not the address of a model: write {example}"
+    wrong = UsageError(what + ("" if is_grpc else ". A server without KServe needs --body, or --method GET"))
     try:
         parts = urlsplit(spec.where)
         is_right = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
@@ -72,14 +69,11 @@ def read_address(spec: TargetSpec) -> Address:
     if is_grpc and is_right and (parts.port is None or parts.username is not None):
         what = "has no port" if parts.port is None else "has a user, which gRPC cannot send"
         raise UsageError(f"{without_password(spec.where)!r} {what}: write {example}")
-    before, found, model = ("", "/", parts.path[1:]) if is_grpc else parts.path.rpartition(MODELS)
-    if not found:
-        model = ""
-        before, found, rest = parts.path.rstrip("/").partition("/v2")
-        is_right = is_right and rest in ("", verb) and (bool(found) or not before)
-    if not is_right:
+    before, found, path = ("", "/", parts.path[1:]) if is_grpc else parts.path.rpartition(MODELS)
+    model, version = _model(path, verb)
+    if not (is_right and found and model):
         raise wrong
-    return _named(spec, example, f"{parts.scheme}://{parts.netloc}{before}", *_model(model, verb))
+    return Address(f"{parts.scheme}://{parts.netloc}{before}", model, version)
 
 
 def _model(path: str, verb: str) -> tuple[str, str]:
@@ -90,20 +84,6 @@ def _model(path: str, verb: str) -> tuple[str, str]:
         version = unquote(parts.pop())
         parts.pop()
     return unquote("/".join(parts)), version
-
-
-def _named(spec: TargetSpec, example: str, server: str, model: str, version: str) -> Address:
-    if model and spec.model and model != spec.model:
-        raise OptionsError(
-            f"the address names model {model!r}, and the option model {spec.model!r}: give only one of them"
-        )
-    if not model and not spec.model:
-        plain = ". For a server that does not speak KServe, give what to send: --body, or --method GET"
-        raise OptionsError(
-            f"{without_password(spec.where)} names no model: write {example}, or add --model NAME"
-            + ("" if spec.scheme.startswith("grpc") else plain)
-        )
-    return Address(server, model or spec.model or "", version)
 
 
 # ---- a server's answers

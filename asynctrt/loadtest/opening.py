@@ -94,7 +94,7 @@ async def _open(spec: TargetSpec) -> Target:
     elif spec.is_plain:
         _check(spec, "an address that does not speak KServe", "headers", "body", "method")
     else:
-        _check(spec, "a server's model", "model", "headers")
+        _check(spec, "a server's model", "headers")
     # Import lazily, because each module needs a different optional dependency.
     if spec.is_plain:
         from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415

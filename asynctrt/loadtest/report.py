@@ -228,7 +228,7 @@ class Report:
         return mean_figures(self.runs).get(name)
 
     def __repr__(self) -> str:
-        target = self.target.get("model") or self.target.get("where") or "a target"
+        target = self.target.get("where") or "a target"
         return f"<Report {self.kind} of {target}: {_summary().headline(self)}>"
 
     def as_json(self) -> dict[str, Any]:

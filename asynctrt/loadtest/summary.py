@@ -132,7 +132,7 @@ def headline(report: Report) -> str:
 def name_of(report: Report) -> str:
     """Return the name of the target."""
     target = report.target
-    return str(target.get("name") or target.get("model") or target.get("where") or "")
+    return str(target.get("name") or target.get("where") or "")
 
 
 def about(report: Report) -> str:

@@ -118,7 +118,6 @@ class TargetSpec:
 
     :param where: a path or an address, as in the module's description. Reports omit a user and a password in
         it.
-    :param model: the server's model, if the address does not name it.
     :param token: the server's bearer token.
     :param device: the device of an engine.
     :param options: the options of an engine.
@@ -132,7 +131,6 @@ class TargetSpec:
     """
 
     where: str
-    model: str | None = None
     token: str | None = field(default=None, repr=False)
     device: str = "host"
     options: Options = field(default_factory=Options)
@@ -184,7 +182,7 @@ class TargetSpec:
     def describe(self) -> dict[str, Any]:
         """Describe the target for a report, without the token, headers and passwords."""
         where = without_password(self.where)
-        described: dict[str, Any] = {"where": where, "model": self.model}
+        described: dict[str, Any] = {"where": where}
         if not self.is_server:  # A server has its own.
             described |= {"device": self.device, "options": self.changed_options}
         if self.tls.insecure:

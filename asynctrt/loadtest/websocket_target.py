@@ -31,8 +31,7 @@ logger = logging.getLogger("asynctrt")
 class WebsocketTarget:
     """Send to the model at ``ws://HOST:PORT/v2/models/NAME/ws`` over several websockets in turn.
 
-    With the path ``/v2/ws``, ``spec`` names the model. More websockets are opened as the requests in flight
-    increase.
+    More websockets are opened as the requests in flight increase.
     """
 
     kind = "websocket"

@@ -14,7 +14,6 @@ import pytest
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import (
     ConnectionLostError,
-    OptionsError,
     OverloadError,
     TargetError,
     UnauthorizedError,
@@ -252,17 +251,6 @@ class ServerContract:
                 async with self.open(server, "a b/c", version) as target:
                     assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == factor
                     assert (await target.batches()).requests == (2 if version == "2" else 1)
-
-    async def test_which_model(self):
-        async with self.served() as server:
-            async with self.open(server, "", model="double") as target:
-                assert target.name == "double"
-                assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == 2
-            async with self.open(server, "double", model="double") as target:
-                assert target.name == "double"
-            with pytest.raises(OptionsError, match="'double', and the option model 'other'"):
-                async with self.open(server, model="other"):
-                    pass
 
     async def test_no_model_of_that_name(self):
         async with self.served() as server:

@@ -212,8 +212,8 @@ class TestOthers:
 
     async def test_one_behind_a_path(self):
         async with other({"/behind" + MODEL: METADATA}) as server:
-            for path in ("/behind/v2", "/behind/v2/", "/behind/v2/models/m", "/behind/v2/models/m/infer"):
-                async with target_at(server.url + path, model="m") as target:
+            for path in ("/behind/v2/models/m", "/behind/v2/models/m/infer"):
+                async with target_at(server.url + path) as target:
                     assert target.name == "m"
                     assert server.requests[-2][1] == "/behind" + MODEL
 

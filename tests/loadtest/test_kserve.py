@@ -2,7 +2,7 @@
 
 import pytest
 
-from asynctrt.errors import OptionsError, UsageError
+from asynctrt.errors import UsageError
 from asynctrt.loadtest.kserve import (
     Address,
     read_address,
@@ -13,9 +13,6 @@ from asynctrt.loadtest.targets import TargetSpec
 @pytest.mark.parametrize(
     ("where", "address"),
     [
-        ("http://h:1", ("http://h:1", "", "")),
-        ("http://h:1/", ("http://h:1", "", "")),
-        ("http://h/v2", ("http://h", "", "")),
         ("https://h:1/v2/models/m", ("https://h:1", "m", "")),
         ("http://h:1/v2/models/m/", ("http://h:1", "m", "")),
         ("http://h:1/v2/models/m/versions/2", ("http://h:1", "m", "2")),
@@ -26,10 +23,7 @@ from asynctrt.loadtest.targets import TargetSpec
         ("http://h:1/v2/models/a%2Fb%20c", ("http://h:1", "a/b c", "")),
         ("http://h:1/v2/models/a/b", ("http://h:1", "a/b", "")),
         ("http://[::1]:1/v2/models/m", ("http://[::1]:1", "m", "")),
-        ("http://h:1/gate/v2", ("http://h:1/gate", "", "")),
         ("http://h:1/gate/v2/models/m", ("http://h:1/gate", "m", "")),
-        ("ws://h:1", ("ws://h:1", "", "")),
-        ("ws://h:1/v2/ws", ("ws://h:1", "", "")),
         ("wss://h:1/v2/models/m/ws", ("wss://h:1", "m", "")),
         ("ws://h:1/v2/models/m/versions/2/ws", ("ws://h:1", "m", "2")),
         ("ws://h:1/v2/models/m", ("ws://h:1", "m", "")),
@@ -37,18 +31,14 @@ from asynctrt.loadtest.targets import TargetSpec
     ],
 )
 def test_addresses(where, address):
-    if address[1]:
-        assert read_address(TargetSpec(where)) == Address(*address)
-    else:
-        assert read_address(TargetSpec(where, model="x")) == Address(address[0], "x")
-        with pytest.raises(OptionsError, match=r"--model NAME.*--body"):
-            read_address(TargetSpec(where))
+    assert read_address(TargetSpec(where)) == Address(*address)
 
 
 @pytest.mark.parametrize(
     "where",
     [
         *("http://", "http://:1", "http://h:x", "http://h:70000", "http://h:0", "http://[h", "http://h/x"),
+        *("http://h:1", "http://h/v2", "http://h:1/v2/models/", "ws://h:1/v2/ws"),
         *("http://h/v2/x", "http://h/v2/models", "http://h/v2/ws", "http://h/v2?x=1", "http://h/v2#x"),
         *("ws://h/ws", "ws://h/v2/infer", "http://h/v1/models/m", "http://h/v2x"),
     ],
@@ -68,11 +58,16 @@ def test_addresses_of_grpc():
         ("grpc://h:1/a%2Fb/versions/3", ("grpc://h:1", "a/b", "3")),
     ]:
         assert read_address(TargetSpec(where)) == Address(*address)
-    for where in ("grpc://h:1", "grpc://h:1/"):
-        assert read_address(TargetSpec(where, model="m")) == Address("grpc://h:1", "m")
-        with pytest.raises(OptionsError, match="--model NAME$"):  # Another body could not be sent.
-            read_address(TargetSpec(where))
-    for where in ("grpc://", "grpc://h", "grpc://h/m", "grpc://:1/m", "grpc://h:x/m", "grpc://h:1/m?x"):
+    for where in (
+        "grpc://h:1",
+        "grpc://h:1/",
+        "grpc://",
+        "grpc://h",
+        "grpc://h/m",
+        "grpc://:1/m",
+        "grpc://h:x/m",
+        "grpc://h:1/m?x",
+    ):
         with pytest.raises(UsageError, match="grpc://HOST:PORT/NAME"):
             read_address(TargetSpec(where))
 
@@ -80,12 +75,3 @@ def test_addresses_of_grpc():
 def test_a_path_is_quoted():
     assert Address("", "a/b c").path == "/v2/models/a%2Fb%20c"
     assert Address("", "größe", "2").path == "/v2/models/gr%C3%B6%C3%9Fe/versions/2"
-
-
-def test_one_model_is_said_once():
-    assert read_address(TargetSpec("http://h:1/v2/models/m", model="m")).model == "m"
-    for where in ("http://h:1/v2/models/m", "ws://h:1/v2/models/m/ws"):
-        with pytest.raises(OptionsError, match="'m', and the option model 'x'"):
-            read_address(TargetSpec(where, model="x"))
-    with pytest.raises(OptionsError, match="give only one of them"):
-        read_address(TargetSpec("grpc://h:1/m", model="x"))

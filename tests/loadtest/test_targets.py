@@ -81,7 +81,6 @@ async def test_something_that_is_no_target():
         ("ws://127.0.0.1:9/x", {"body": "x", "method": "GET"}),
         ("ws://127.0.0.1:9/v2/models/m/ws", {"until_message": "3"}),
         ("http://127.0.0.1:9/x", {"until_message": "3"}),
-        ("http://127.0.0.1:9/x", {"model": "m"}),
     ],
 )
 async def test_what_has_no_effect_on_a_target_is_refused(where, given):
