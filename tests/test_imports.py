@@ -275,6 +275,7 @@ LOAD = "import asyncio, asynctrt; asyncio.run(asynctrt.loadtest.run('{}://127.0.
         ("orjson", "client", "import asynctrt.client"),
         ("orjson", "load", "import asynctrt.loadtest.http_target"),
         ("aiohttp", "load", LOAD.format("http")),
+        ("websockets", "client", "import asynctrt.loadtest.websocket_target"),
         ("grpc", "load", LOAD.format("grpc")),
     ],
 )

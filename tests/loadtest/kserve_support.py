@@ -1,9 +1,6 @@
 """What a target that is a server has to do, whatever the protocol: one suite for all of them."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,7 +24,6 @@ from asynctrt.testing import LatchDevice
 from tests.helpers import free_port, until
 from tests.models import double, double_model, failing_model, rows
 from tests.serving.support import WAIT_S, engine_of, serving, taken
-from tests.serving.tls import certificate
 
 ROOT = Path(__file__).parent.parent.parent
 ARRAYS = {
@@ -71,49 +67,6 @@ async def fails(future):
 async def target_at(where, **kw):
     async with asyncio.timeout(WAIT_S), opened(TargetSpec(where, **kw)) as target:
         yield target
-
-
-ASK = """
-import asyncio, sys
-import numpy as np
-from asynctrt.loadtest.opening import opened
-from asynctrt.loadtest.targets import TargetSpec
-
-async def ask():
-    async with asyncio.timeout(30), opened(TargetSpec(sys.argv[1])) as target:
-        answer = await target.start(target.prepare({"input": np.ones((1, 4), np.float32)}))
-        print(target.outputs(answer)["output"][0, 0])
-
-asyncio.run(ask())
-"""
-
-
-def ask_trusting(where, authority):
-    """What the model answers to a process that trusts this certificate: libraries read such things once."""
-    environment = os.environ | {
-        "SSL_CERT_FILE": str(authority),
-        "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(authority),
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", ASK, where],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=WAIT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
-
-
-def import_without(missing, module):
-    """What it says to import a module where a package is not installed."""
-    program = f"import sys; sys.modules[{missing!r}] = None; import asynctrt.loadtest.{module}"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S
-    )
-    return done.stderr.strip().splitlines()[-1]
 
 
 class Relay:
@@ -385,16 +338,6 @@ class ServerContract:
     async def after_death(self, target, prepared):
         """What comes of a request to a server that is dead."""
         assert isinstance(await fails(target.start(prepared)), ConnectionLostError)
-
-    async def test_tls(self, tmp_path):
-        chain, key = certificate(tmp_path)
-        async with self.served(tls_certificate=chain, tls_key=key) as server:
-            where = self.where(server).replace("grpc://", "grpcs://")
-            assert where.split("://")[0] in ("https", "wss", "grpcs")
-            with pytest.raises(TargetError, match="127.0.0.1"):
-                async with target_at(where):
-                    pass
-            assert await asyncio.to_thread(ask_trusting, where, chain) == 2
 
     async def test_closing_ends_what_is_on_the_way(self):
         async with self.latched() as (_, server, device), self.open(server) as target:

@@ -84,7 +84,7 @@ async def run(target, samples=None, *, share=0, shares=1, started=None, **settin
 @asynccontextmanager
 async def serving_app(application, **site):
     """The address of an aiohttp application."""
-    runner = web.AppRunner(application, shutdown_timeout=0)
+    runner = web.AppRunner(application, shutdown_timeout=0, handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0, **site).start()
@@ -92,6 +92,21 @@ async def serving_app(application, **site):
         yield f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def answering(*pieces):
+    """The address of a server that answers a request with these bytes, one after the other, and closes."""
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
 
 
 async def turns(count=50):

@@ -275,13 +275,6 @@ def test_times_are_the_inverse_of_sums(given_levels, seconds, data):
     assert again == pytest.approx(sums.tolist(), rel=1e-9, abs=1e-9 * profile.total)
 
 
-@settings(deadline=None)
-@given(levels, st.floats(0.01, 1e4))
-def test_the_total_is_the_integral(given_levels, seconds):
-    profile = LoadProfile.parse(",".join(f"{level:f}" for level in given_levels), seconds)
-    assert profile.total == pytest.approx(integral(profile, 0, seconds), rel=1e-9)
-
-
 @pytest.mark.parametrize("process", ["poisson", "constant"])
 @pytest.mark.parametrize("text", ["2000", "100..4000", "4000..0", "500,3000,0,1500", "0..100"])
 def test_as_many_as_the_integral_in_every_piece(process, text):

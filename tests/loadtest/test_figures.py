@@ -39,13 +39,20 @@ def window(latency_ms, *, late_ms=0.001, errors=0, sent=None):
     )
 
 
+def outcome_of(**kw):
+    """A run of ten seconds that was complete, unless something else is said."""
+    usual = {"cpu_ns": 1, "elapsed_ns": 10_050 * MS, "stopped_ns": 10_050 * MS, "last_done_ns": 10_000 * MS}
+    return ProcessResult(**{**usual, "exhausted": True, **kw})
+
+
+STEADY = {number: window([5.0] * 25) for number in range(40)}
+"""A hundred answers a second, each after 5 ms."""
+
+
 def run_of(windows, *, is_server=True, outcome=None, room=None, rows_max=256, **settings):
     settings = LoadSettings(**{"rate": 100, "seconds": 10.0, "warmup": 0.0} | settings)
     plan = make_plan(settings, [sample()], rows_max if room is None else None, room=room)
-    outcome = outcome or ProcessResult(
-        cpu_ns=1, elapsed_ns=10_050 * MS, stopped_ns=10_050 * MS, last_done_ns=10_000 * MS, exhausted=True
-    )
-    counted = Counted(windows, [outcome], is_server)
+    counted = Counted(windows, [outcome or outcome_of()], is_server)
     return make_run(settings, plan, counted, label="a run", parameters={})
 
 
@@ -168,14 +175,11 @@ def test_a_generator_that_gave_up_is_void():
 
 
 def test_callers_that_use_a_whole_core_are_void():
-    outcome = ProcessResult(
-        cpu_ns=9_990 * MS, elapsed_ns=10_000 * MS, stopped_ns=10_000 * MS, last_done_ns=1, exhausted=True
-    )
-    windows = {number: window([5.0] * 25) for number in range(40)}
+    outcome = outcome_of(cpu_ns=9_990 * MS, elapsed_ns=10_000 * MS)
     settings = {"rate": None, "callers": 4}
-    (why,) = run_of(windows, outcome=outcome, **settings).void
+    (why,) = run_of(STEADY, outcome=outcome, **settings).void
     assert "more processes" in why
-    assert not run_of(windows, outcome=outcome, is_server=False, **settings).void
+    assert not run_of(STEADY, outcome=outcome, is_server=False, **settings).void
 
 
 def test_nothing_due_is_void():
@@ -197,7 +201,7 @@ def test_a_run_that_was_stopped_before_anything_was_measured_is_none():
 
 
 def test_a_run_of_so_many_requests_ends_with_the_last_answer():
-    outcome = ProcessResult(elapsed_ns=620 * MS, stopped_ns=620 * MS, last_done_ns=500 * MS, exhausted=True)
+    outcome = outcome_of(elapsed_ns=620 * MS, stopped_ns=620 * MS, last_done_ns=500 * MS)
     run = run_of({0: window([5.0] * 25), 1: window([5.0] * 25)}, outcome=outcome, requests=50)
     assert run.seconds == 0.5
     assert run.throughput == 100.0
@@ -210,8 +214,7 @@ def test_the_unanswered_are_neither_answers_nor_errors():
 
 def test_moments_are_at_most_so_many_and_add_up():
     windows = {number: window([5.0] * 25) for number in range(400)}
-    outcome = ProcessResult(cpu_ns=1, elapsed_ns=100_050 * MS, last_done_ns=1, exhausted=True)
-    run = run_of(windows, seconds=100.0, outcome=outcome)
+    run = run_of(windows, seconds=100.0, outcome=outcome_of(elapsed_ns=100_050 * MS))
     assert len(run.moments) <= WINDOWS_MAX
     assert sum(moment.seconds for moment in run.moments) == pytest.approx(100.0)
     assert sum(moment.throughput * moment.seconds for moment in run.moments) == pytest.approx(10_000)
@@ -219,10 +222,7 @@ def test_moments_are_at_most_so_many_and_add_up():
 
 def test_batches_are_means_per_request():
     counters = BatchCounters(100, 200, 50, 100 * MS, 200 * MS, 300 * MS, 400 * MS, {4: 50})
-    outcome = ProcessResult(
-        elapsed_ns=10_000 * MS, last_done_ns=1, exhausted=True, cpu_ns=1, batches=counters, answered=100
-    )
-    run = run_of({0: window([5.0])}, outcome=outcome)
+    run = run_of({0: window([5.0])}, outcome=outcome_of(batches=counters, answered=100))
     assert run.batches.mean_rows == 4.0
     assert (run.batches.queue, run.batches.copy_in, run.batches.compute, run.batches.copy_out) == (1, 2, 3, 4)
 
@@ -242,37 +242,21 @@ def test_statistics_that_are_not_of_this_run_are_left_out_with_the_reason(
     requests, batches, answered, is_told
 ):
     counters = BatchCounters(requests, requests, batches, 1, 1, 1, 1, {2: batches})
-    outcome = ProcessResult(
-        elapsed_ns=10_000 * MS, last_done_ns=1, exhausted=True, cpu_ns=1, batches=counters, answered=answered
-    )
-    run = run_of({0: window([5.0])}, outcome=outcome)
+    run = run_of({0: window([5.0])}, outcome=outcome_of(batches=counters, answered=answered))
     assert (run.batches is not None) == is_told
     assert any("statistics" in note for note in run.notes) != is_told
 
 
-def outcome_of(**kw):
-    return ProcessResult(
-        cpu_ns=1,
-        elapsed_ns=10_050 * MS,
-        stopped_ns=10_050 * MS,
-        last_done_ns=10_000 * MS,
-        exhausted=True,
-        **kw,
-    )
-
-
 def test_requests_that_waited_for_a_limit_of_this_machine_make_a_run_void():
-    windows = {number: window([5.0] * 25) for number in range(40)}
     few = Limit(3, "a process may have 67 open files")
-    assert not run_of(windows, room=few, outcome=outcome_of()).void
-    (why,) = run_of(windows, room=few, outcome=outcome_of(held_back=7)).void
+    assert not run_of(STEADY, room=few, outcome=outcome_of()).void
+    (why,) = run_of(STEADY, room=few, outcome=outcome_of(held_back=7)).void
     assert "7 requests" in why
     assert "67 open files" in why
 
 
 def test_requests_that_waited_for_a_limit_of_the_target_are_noted():
-    windows = {number: window([5.0] * 25) for number in range(40)}
-    run = run_of(windows, rows_max=5, outcome=outcome_of(held_back=7))
+    run = run_of(STEADY, rows_max=5, outcome=outcome_of(held_back=7))
     assert not run.void
     assert any("the target takes 5 rows at once" in note for note in run.notes)
 

@@ -22,7 +22,7 @@ from asynctrt.errors import (
 from asynctrt.loadtest import grpc_target
 from asynctrt.serving.grpc_server import SERVICE
 from asynctrt.tensors import TensorSpec
-from tests.loadtest.kserve_support import ServerContract, answer, fails, import_without, target_at
+from tests.loadtest.kserve_support import ServerContract, answer, fails, target_at
 from tests.models import rows
 from tests.serving.support import serving, settle_grpc
 
@@ -208,9 +208,3 @@ class TestOpening:
         with pytest.raises(Exception, match="'grpc://host/m' has no port: write grpc://HOST:PORT/NAME"):
             async with target_at("grpc://host/m"):
                 pass
-
-
-def test_a_missing_package_is_named():
-    assert import_without("grpc", "grpc_target") == (
-        "asynctrt.errors.MissingExtraError: load tests over gRPC need grpcio: pip install 'asynctrt[load]'"
-    )

@@ -25,8 +25,8 @@ from asynctrt.kserve.client import HEAD_NBYTES
 from asynctrt.loadtest import http_target
 from asynctrt.tensors import TensorSpec
 from tests.helpers import WAIT_S
-from tests.loadtest.kserve_support import ServerContract, answer, fails, import_without, target_at
-from tests.loadtest.support import turns
+from tests.loadtest.kserve_support import ServerContract, answer, fails, target_at
+from tests.loadtest.support import serving_app, turns
 from tests.models import rows
 
 pytestmark = pytest.mark.anyio
@@ -86,15 +86,8 @@ async def other(pages):
     server = Other(pages)
     app = web.Application(client_max_size=1 << 24)
     app.router.add_route("*", "/{path:.*}", server.serve)
-    runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with serving_app(app) as server.url:
         yield server
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager
@@ -438,9 +431,3 @@ class TestErrors:
         with pytest.raises(TargetError, match="http://nowhere.invalid:1/v2/models/m cannot be reached"):
             async with target_at(f"http://nowhere.invalid:1{MODEL}"):
                 pass
-
-
-def test_a_missing_package_is_named():
-    assert import_without("aiohttp", "http_target") == (
-        "asynctrt.errors.MissingExtraError: load tests of servers need aiohttp: pip install 'asynctrt[load]'"
-    )

@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
@@ -389,16 +387,3 @@ class TestInBrowser:
             assert await page.get_by_role("group", name="Runs").get_by_role("table").is_visible()
             assert await page.get_by_role("rowheader", name="Highest rate that holds").is_visible()
             assert await page.evaluate("document.documentElement.lang") == "en"
-
-
-def test_a_missing_extra_is_named():
-    program = (
-        "import sys; sys.modules['jinja2'] = None\n"
-        "from asynctrt.errors import MissingExtraError\n"
-        "try:\n    import asynctrt.loadtest.page\n"
-        "except MissingExtraError as error:\n    print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert "jinja2: pip install 'asynctrt[load]'" in done.stdout

@@ -17,7 +17,7 @@ from asynctrt import loadtest
 from asynctrt.errors import ConnectionLostError, OptionsError, TargetError, UsageError
 from asynctrt.loadtest.plain_target import open_plain_target
 from asynctrt.loadtest.targets import TargetSpec
-from tests.loadtest.support import serving_app
+from tests.loadtest.support import answering, serving_app
 from tests.serving.test_asgi import running
 
 pytestmark = pytest.mark.anyio
@@ -103,15 +103,8 @@ async def test_any_address_without_a_body():
 async def test_an_answer_with_many_and_long_headers():
     lines = [f"X-{number}: a" for number in range(200)] + ["X-Long: " + 12_000 * "a", "Content-Length: 2"]
     text = "\r\n".join(["HTTP/1.1 200 OK", *lines, "", "{}"])
-
-    async def answer(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(text.encode())
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
+    async with answering(text.encode()) as where:
+        target = await open_plain_target(TargetSpec(where))
         assert await target.start(target.prepare({})) == b"{}"
         await target.aclose()
 
@@ -128,17 +121,11 @@ async def test_an_answer_with_many_and_long_headers():
     ],
 )
 async def test_an_answer_that_cannot_be_read_is_not_a_status(head, error, says):
-    async def answer(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\nabcd".encode())
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
+    async with answering(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\nabcd".encode()) as where:
+        target = await open_plain_target(TargetSpec(where))
         with pytest.raises(error, match=says) as caught:
             await target.start(target.prepare({}))
-        assert "400" not in str(caught.value).replace(str(port), "PORT")
+        assert "400" not in str(caught.value).replace(where, "")
         await target.aclose()
 
 
@@ -266,11 +253,6 @@ def test_which_addresses_are_plain(where, body, is_plain):
 
 
 async def test_misuse():
-    with pytest.raises(OptionsError, match="'colon' is not a header"):
-        await loadtest.run(TargetSpec("http://127.0.0.1:9/x", headers=("colon",)), **QUICK)
-    for wrong in ("a\r\nX: 1", "a b: 1", ": 1", "a: 1\r\nX: 1", "a: \0"):
-        with pytest.raises(OptionsError, match="header"):
-            await loadtest.run(TargetSpec("http://127.0.0.1:9/x", headers=(wrong,)), **QUICK)
     with pytest.raises(OptionsError, match="'G ET' is not a method"):
         await loadtest.run(TargetSpec("http://127.0.0.1:9/x", method="G ET"), **QUICK)
     for wrong in ("http:///x", "http://127.0.0.1:99999/x"):

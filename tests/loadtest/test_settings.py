@@ -94,6 +94,7 @@ def test_every_setting_is_explained():
 def test_the_usual_settings():
     usual = LoadSettings()
     assert not usual.is_open
+    assert LoadSettings(rate=3).is_open
     assert usual.profile(10).levels.tolist() == [CALLERS_DEFAULT] == [64]
     assert (usual.rows, usual.samples, usual.processes, usual.seed) == (1, 64, 1, 0)
     assert (usual.warmup, usual.answer_timeout) == (1, 10)
@@ -145,18 +146,6 @@ def test_settings_that_are_at_odds(settings, says):
     with pytest.raises(OptionsError) as caught:
         LoadSettings(**settings)
     assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_open"),
-    [
-        ({}, False),
-        ({"callers": 3}, False),
-        ({"rate": 3}, True),
-    ],
-)
-def test_which_loop_it_is(settings, is_open):
-    assert LoadSettings(**settings).is_open is is_open
 
 
 def test_texts_and_lists_become_tuples_and_paths():

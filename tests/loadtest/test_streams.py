@@ -15,6 +15,7 @@ from asynctrt.errors import OptionsError, TargetError
 from asynctrt.loadtest.plain_target import open_plain_target
 from asynctrt.loadtest.streams import Events, Streamed, ending
 from asynctrt.loadtest.targets import TargetSpec
+from tests.loadtest.support import answering, serving_app
 
 pytestmark = pytest.mark.anyio
 QUICK = {"seconds": 0.3, "warmup": 0.0}
@@ -103,14 +104,11 @@ class Service:
     async def served(self):
         application = web.Application()
         application.add_routes([web.post("/chat", self.chat), web.get("/fails", self.fails)])
-        runner = web.AppRunner(application, shutdown_timeout=0)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            yield "http://{}:{}".format(*runner.addresses[0])
-        finally:
-            self.may_end.set()
-            await runner.cleanup()
+        async with serving_app(application) as url:
+            try:
+                yield url
+            finally:
+                self.may_end.set()
 
 
 @pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b"", b"data: 4"])
@@ -161,17 +159,9 @@ async def test_a_stream_in_pieces_of_a_byte(length):
     """The last event's data is the answer that is checked."""
     head = f"HTTP/1.1 200 OK\nContent-Type: Text/Event-Stream{length}\nConnection: close\n\n"
 
-    async def answer(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(head.replace("\n", "\r\n").encode())
-        for letter in b'data: 1\r\n\r\ndata: {"y": 2}\n\n':
-            writer.write(bytes([letter]))
-            await asyncio.sleep(0)
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
+    letters = [bytes([letter]) for letter in b'data: 1\r\n\r\ndata: {"y": 2}\n\n']
+    async with answering(head.replace("\n", "\r\n").encode(), *letters) as where:
+        target = await open_plain_target(TargetSpec(where))
         got = await target.start(target.prepare({}))
         assert isinstance(got, Streamed)
         assert (len(got.came_ns), target.outputs(got)["y"]) == (2, 2)

@@ -23,7 +23,7 @@ async def test_each_protocol_trusts_the_certificates_that_it_is_given(tmp_path):
         http = f"{server.http_url}/v2/models/double"
         assert http.startswith("https://")
         for where in (http, f"{http.replace('https', 'wss', 1)}/ws", f"grpcs://{server.grpc_target}/double"):
-            with pytest.raises(TargetError):
+            with pytest.raises(TargetError, match="127.0.0.1"):
                 await loadtest.run(where, **QUICK)
             report = await loadtest.run(where, tls=Tls(ca=chain), **QUICK)
             assert report.runs[0].error_share == 0
@@ -54,6 +54,13 @@ async def test_a_client_shows_its_own_certificate(tmp_path):
             assert report.runs[0].answered > 0
         with pytest.raises(AsynctrtError):
             await loadtest.run(f"{url}/x", tls=Tls(ca=chain), **QUICK)
+
+
+def test_without_files_it_trusts_what_its_libraries_trust(tmp_path, monkeypatch):
+    chain, _ = certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(chain))
+    assert Tls().context().cert_store_stats()["x509"] == 1
+    assert Tls().credentials() == (None, None, None)
 
 
 async def test_misuse(tmp_path):

@@ -9,7 +9,7 @@ from asynctrt.errors import ConnectionLostError, ExecutionError, InputError, Tar
 from asynctrt.loadtest import websocket_target
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
-from tests.loadtest.kserve_support import ServerContract, answer, fails, import_without
+from tests.loadtest.kserve_support import ServerContract, answer, fails
 from tests.models import rows
 from tests.serving.support import taken
 
@@ -77,10 +77,3 @@ class TestOurServer(ServerContract):
             with pytest.raises(TargetError, match="cannot connect to ws://127.0.0.1"):
                 async with self.open(server):
                     pass
-
-
-@pytest.mark.parametrize(("missing", "what"), [("aiohttp", "[load]"), ("websockets", "[client]")])
-def test_a_missing_package_is_named(missing, what):
-    said = import_without(missing, "websocket_target")
-    assert said.startswith("asynctrt.errors.MissingExtraError: ")
-    assert said.endswith(f"pip install 'asynctrt{what}'")
