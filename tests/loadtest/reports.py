@@ -99,7 +99,6 @@ def make_run(
     base_ms=1.6,
     seed=1,
     is_open=True,
-    stall_s=None,
     failing=0.0,
     slo=(),
     has_batches=True,
@@ -111,11 +110,6 @@ def make_run(
     rng = np.random.default_rng(seed)
     due_s = np.sort(rng.uniform(0, seconds, int(rate * seconds)))
     taken_ns = latencies_ns(rng, due_s, rate, capacity, base_ms)
-    if stall_s is not None:
-        # Nothing is answered for a while: what comes meanwhile waits.
-        start, length = stall_s
-        stalled = (due_s >= start) & (due_s < start + length)
-        taken_ns[stalled] += ((start + length - due_s[stalled]) * 1e9).astype(np.int64)
     late_ns = (rng.exponential(0.012, len(due_s)) * 1e6).astype(np.int64)
     failed = rng.random(len(due_s)) < failing
     latency = counted(taken_ns[~failed])
@@ -296,12 +290,6 @@ def empty():
     return make_report()
 
 
-def stalled():
-    """A target that answers nothing for more than a second."""
-    slo = ("p99<20ms", "errors<0.1%")
-    return make_report(make_run(slo=slo, stall_s=(4.0, 1.2)), settings={"slo": list(slo)})
-
-
 def long_sweep():
     """More runs than one plot can show, the last one void."""
     report = sweep(rates=[round(10 * 1.35**n) for n in range(20)])
@@ -328,7 +316,6 @@ EVERY = {
         few,
         unanswered,
         empty,
-        stalled,
         long_sweep,
         search_in_vain,
     )

@@ -326,34 +326,20 @@ class TestErrors:
                 pass
 
     @pytest.mark.parametrize(
-        "page",
+        ("page", "headers", "says"),
         [
-            "",
-            "<html>",
-            "[]",
-            {},
-            outputs(("y", "FP33", [1], [1])),
+            *((body, {}, "the answer cannot be read") for body in (b"", b"<html>", b"[]", b"{}")),
+            (json.dumps(outputs(("y", "FP33", [1], [1]))).encode(), {}, "the answer cannot be read"),
+            (zlib.compress(b"{}"), {"Content-Encoding": "deflate"}, "compressed with deflate"),
+            (b"{}", {HEAD_NBYTES: "two"}, "'two', not a number"),
         ],
     )
-    async def test_answers_that_nobody_can_read(self, page):
-        async with asked({MODEL + "/infer": page}) as (_, target):
-            with pytest.raises(TargetError, match="the answer cannot be read"):
-                await answer(target, {"x": rows(1)})
+    async def test_answers_that_nobody_can_read(self, page, headers, says):
+        async def answered(_):
+            return web.Response(body=page, headers=headers)
 
-    async def test_an_answer_that_is_compressed(self):
-        async def page(_):
-            return web.Response(body=zlib.compress(b"{}"), headers={"Content-Encoding": "deflate"})
-
-        async with asked({MODEL + "/infer": page}) as (_, target):
-            with pytest.raises(TargetError, match="compressed with deflate"):
-                await answer(target, {"x": rows(1)})
-
-    async def test_a_length_of_the_header_that_is_none(self):
-        async def page(_):
-            return web.Response(body=b"{}", headers={HEAD_NBYTES: "two"})
-
-        async with asked({MODEL + "/infer": page}) as (_, target):
-            with pytest.raises(TargetError, match="'two', not a number"):
+        async with asked({MODEL + "/infer": answered}) as (_, target):
+            with pytest.raises(TargetError, match=says):
                 await answer(target, {"x": rows(1)})
 
     async def test_an_answer_that_ends_in_the_middle(self):

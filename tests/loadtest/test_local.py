@@ -13,7 +13,7 @@ from asynctrt.loadtest.local import Local, answer
 from asynctrt.loadtest.samples import Sample
 from asynctrt.loadtest.settings import LoadSettings
 from tests.loadtest.support import Target, at_once
-from tests.models import double_model, double_onnx, rows, sequence_onnx
+from tests.models import double_model, double_onnx, sequence_onnx
 
 pytestmark = pytest.mark.anyio
 
@@ -171,4 +171,3 @@ async def test_an_engines_queue_bounds_what_is_on_the_way():
     (run,) = report.runs
     assert run.answered == 3000
     assert not run.errors
-    assert rows(1).shape == (1, 4)

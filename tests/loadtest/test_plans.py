@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import BLOCK, Schedule
+from asynctrt.loadtest.arrivals import Schedule
 from asynctrt.loadtest.plans import WINDOWS_MAX, Limit, make_plan
 from asynctrt.loadtest.recorder import RunRecorder
 from asynctrt.loadtest.samples import Sample
@@ -23,8 +23,8 @@ def plan(samples=None, rows_max=256, share=0, shares=1, **told):
     return make_plan(LoadSettings(**told), samples or [sample()], rows_max, share, shares)
 
 
-def due_and_what(schedule, share=0, shares=1):
-    blocks = list(schedule.blocks(share, shares))
+def due_and_what(schedule):
+    blocks = list(schedule.blocks())
     return (
         np.concatenate([block.due_ns for block in blocks]).tolist() if blocks else [],
         np.concatenate([block.samples for block in blocks]).tolist() if blocks else [],
@@ -97,16 +97,6 @@ def test_arrivals_over_the_whole_time():
     assert len(due_ns) == 2 * 100 + 2 * 300
     assert set(what) == {0, 1}
     assert due_ns[-1] < made.warmup_ns + made.measured_ns
-
-
-def test_processes_share_one_schedule():
-    """Each knows which it is, and all have the same arrivals."""
-    made = [plan(rate=5000, seconds=2, seed=3, share=share, shares=3) for share in range(3)]
-    assert [(item.share, item.shares) for item in made] == [(0, 3), (1, 3), (2, 3)]
-    whole, _ = due_and_what(plan(rate=5000, seconds=2, seed=3).schedule)
-    parts = [due_and_what(item.schedule, item.share, item.shares)[0] for item in made]
-    assert sorted(due_ns for part in parts for due_ns in part) == whole
-    assert len(whole) > BLOCK
 
 
 @pytest.mark.parametrize(
@@ -183,10 +173,11 @@ def test_how_it_waits(is_server):
 
 
 def test_what_the_settings_say_is_in_the_plan():
-    made = plan(callers=3, think=0.5, answer_timeout=2.5, requests=100, seed=9, rtol=0.1, atol=0.2)
+    told = {"think": 0.5, "answer_timeout": 2.5, "requests": 100, "seed": 9, "rtol": 0.1, "atol": 0.2}
+    made = plan(callers=3, share=1, shares=3, **told)
     assert (made.think, made.timeout_ns, made.requests_max) == (0.5, 2_500_000_000, 100)
     assert (made.seed, made.rtol, made.atol) == (9, 0.1, 0.2)
-    assert (made.share, made.shares) == (0, 1)
+    assert (made.share, made.shares) == (1, 3)
 
 
 def test_rows_are_those_that_are_sent():

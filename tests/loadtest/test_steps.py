@@ -16,7 +16,6 @@ from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.steps import StepTime
 from asynctrt.loadtest.summary import banners
 from tests.loadtest.support import serving_app
-from tests.models import double_onnx
 
 pytestmark = pytest.mark.anyio
 QUICK = {"seconds": 0.4, "warmup": 0.1}
@@ -205,11 +204,6 @@ async def test_users_of_several_processes(tmp_path, monkeypatch):
     assert run.error_share == 0
     assert abs(run.steps["one"].count - run.answered) <= 4
     assert run.answered > 10
-
-
-async def test_an_engine_is_in_one_process(tmp_path):
-    with pytest.raises(OptionsError, match="several processes can only send to a server or call"):
-        await loadtest.run(double_onnx(tmp_path / "double.onnx"), processes=2, **QUICK)
 
 
 async def test_an_slo_of_a_step():
