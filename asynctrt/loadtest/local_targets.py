@@ -13,7 +13,6 @@ from asynctrt.engine import Engine
 from asynctrt.errors import TargetError
 from asynctrt.loadtest.steps import STEPS, StepTime
 from asynctrt.loadtest.targets import BatchCounters
-from asynctrt.statistics import Statistics
 from asynctrt.tensors import Array, InferResult, TensorSpec
 
 
@@ -40,25 +39,21 @@ class EngineTarget:
         return answer
 
     async def batches(self) -> BatchCounters | None:
-        return engine_counters(self._engine.statistics())
+        statistics = self._engine.statistics()
+        return BatchCounters(
+            statistics.succeeded,
+            statistics.rows,
+            statistics.batches,
+            statistics.queue_ns,
+            statistics.copy_in_ns,
+            statistics.compute_ns,
+            statistics.copy_out_ns,
+            {rows: size.count for rows, size in statistics.by_batch_rows.items()},
+        )
 
     async def aclose(self) -> None:
         if self._owns:
             await self._engine.aclose()
-
-
-def engine_counters(statistics: Statistics) -> BatchCounters:
-    """Return the counters of an engine's statistics."""
-    return BatchCounters(
-        statistics.succeeded,
-        statistics.rows,
-        statistics.batches,
-        statistics.queue_ns,
-        statistics.copy_in_ns,
-        statistics.compute_ns,
-        statistics.copy_out_ns,
-        {rows: size.count for rows, size in statistics.by_batch_rows.items()},
-    )
 
 
 def _takes_nothing(call: Any) -> bool:

@@ -117,6 +117,7 @@ class Runner:
         self._sending = True
         self._counted = 0  # Measured requests only.
         self._callers = 0
+        self._is_level = plan.is_level
         self._outcome = ProcessResult()
         self._first = first
         self._handle: asyncio.TimerHandle | None = None
@@ -247,12 +248,17 @@ class Runner:
 
     def _call_up(self) -> None:
         """Start callers until there are as many as the profile wants now."""
-        assert self._plan.callers is not None
-        wanted = self._plan.callers.at((self._now_ns() - self._start_ns) / 1e9)
-        mine = len(range(self._plan.share, round(wanted), self._plan.shares))
-        while self._callers < mine and self._sending:
+        wanted = self._wanted()
+        while self._callers < wanted and self._sending:
             self._callers += 1
             self._think()
+
+    def _wanted(self) -> int:
+        """Return the number of this process's callers that the profile wants now."""
+        profile, share, shares = self._plan.callers, self._plan.share, self._plan.shares
+        assert profile is not None
+        level = profile.at((self._now_ns() - self._start_ns) / 1e9)
+        return len(range(share, round(level), shares))
 
     def _think(self) -> None:
         """Schedule a caller's next request after its think time."""
@@ -335,14 +341,11 @@ class Runner:
     def _go_on(self) -> None:
         """Send the next request after another has ended."""
         if self._plan.schedule is None:
-            assert self._plan.callers is not None
-            if len(self._plan.callers.levels) > 1:  # The profile may want fewer callers by now.
-                wanted = self._plan.callers.at((self._now_ns() - self._start_ns) / 1e9)
-                if self._callers > len(range(self._plan.share, round(wanted), self._plan.shares)):
-                    self._callers -= 1
-                    self._end_if_idle()
-                    return
-            self._think()
+            if not self._is_level and self._callers > self._wanted():
+                self._callers -= 1
+                self._end_if_idle()
+            else:
+                self._think()
         elif self._backlog:
             due_ns, what = self._backlog.popleft()
             self._send(due_ns, what, self._now_ns())

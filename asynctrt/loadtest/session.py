@@ -55,19 +55,12 @@ class LoadCase:
                     f"cannot set {', '.join(options)} for {target!r}: it is already open, or a server"
                 )
             target = replace(target, options=replace(target.options, **options))
-        changed = self._without_conflicts(settings)
+        # A rate replaces callers, and vice versa.
+        other = {"rate": "callers", "callers": "rate"}
+        settings = {other[name]: None for name in settings if name in other} | settings
         shown = (f"{value:g}" if isinstance(value, float) else value for value in values.values())
         label = ", ".join(f"{name}={value}" for name, value in zip(values, shown, strict=True))
-        return LoadCase(target, changed, label, {**self.parameters, **values})
-
-    def _without_conflicts(self, settings: Mapping[str, Any]) -> LoadSettings:
-        """Apply settings; a rate replaces callers, and vice versa."""
-        cleared: dict[str, Any] = {}
-        if "rate" in settings:
-            cleared["callers"] = None
-        if "callers" in settings:
-            cleared["rate"] = None
-        return replace(self.settings, **{**cleared, **settings})
+        return LoadCase(target, replace(self.settings, **settings), label, {**self.parameters, **values})
 
 
 @dataclass(slots=True)

@@ -56,16 +56,14 @@ class Template:
         if not self.names or self._text is None:
             return self._content
 
-        def in_json(place: re.Match[str]) -> str:
+        def shown(place: re.Match[str]) -> str:
+            if not self.is_json:
+                return _as_text(_value(place[1], place[2], inputs))
             if place[1] is not None:
                 return _as_json(_value(place[1], place[2], inputs))
             return json.dumps(_as_text(_value(place[3], place[4], inputs)), ensure_ascii=False)[1:-1]
 
-        def in_text(place: re.Match[str]) -> str:
-            return _as_text(_value(place[1], place[2], inputs))
-
-        pattern, shown = (PLACE_IN_JSON, in_json) if self.is_json else (PLACE, in_text)
-        return pattern.sub(shown, self._text).encode()
+        return (PLACE_IN_JSON if self.is_json else PLACE).sub(shown, self._text).encode()
 
 
 def has_places(text: str) -> bool:
