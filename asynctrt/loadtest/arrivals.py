@@ -81,11 +81,6 @@ class LoadProfile:
         return cls(np.concatenate(ends), np.concatenate(found))
 
     @property
-    def seconds(self) -> float:
-        """The length in seconds."""
-        return float(self.ends_s[-1])
-
-    @property
     def total(self) -> float:
         """The integral of the level: the expected number of arrivals."""
         return float(self._sums[-1])

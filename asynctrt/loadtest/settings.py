@@ -235,7 +235,6 @@ class LoadSettings:
         self.profile(1.0)
         if self.seconds is not None and self.stages_s is not None:
             raise OptionsError("the stages have lengths: leave seconds out")
-        parse_slo(self.slo)
 
 
 Given = str | Path | Array | Mapping[str, ArrayLike]

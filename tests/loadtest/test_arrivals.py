@@ -176,7 +176,7 @@ def test_levels_over_the_time(text, times, levels, total):
     # A ramp is of pieces: at a knot it is half of one off.
     reach = 2000 / KNOTS if ".." in text else 0
     assert [profile.at(time) for time in times] == pytest.approx(list(levels), abs=reach)
-    assert (profile.seconds, profile.total) == pytest.approx((10, total), rel=1e-12)
+    assert (profile.ends_s[-1], profile.total) == pytest.approx((10, total), rel=1e-12)
     assert profile.largest == pytest.approx(max(levels), abs=reach)
 
 
@@ -223,7 +223,7 @@ def test_what_is_no_rate(text):
 def test_stages_may_have_lengths_of_their_own():
     profile = LoadProfile.parse("100@30s, 100..500@1m,500@500ms", 90.5)
     assert parse_stages("100@30s,100..500@1m,500@500ms")[1] == 90.5
-    assert profile.seconds == pytest.approx(90.5)
+    assert profile.ends_s[-1] == pytest.approx(90.5)
     assert [profile.at(time) for time in (0, 29.9, 90.2)] == [100, 100, 500]
     assert profile.at(60) == pytest.approx(300, rel=0.01)
     assert profile.total == pytest.approx(30 * 100 + 60 * 300 + 0.5 * 500)
@@ -233,7 +233,7 @@ def test_the_warm_up_before_stages_is_at_their_first_level():
     profile = LoadProfile.parse("100..200@10s,50@10s", 21)
     assert [profile.at(time) for time in (0.0, 0.9, 20.9)] == [100, 100, 50]
     assert profile.at(6) == pytest.approx(150, rel=0.01)
-    assert profile.seconds == pytest.approx(21)
+    assert profile.ends_s[-1] == pytest.approx(21)
     assert LoadProfile.parse("100@10s", 11).levels.tolist() == [100.0]  # One level, which may become steady.
 
 
@@ -257,7 +257,7 @@ def test_any_text_is_a_rate_or_refused(text):
         return
     assert 0 < profile.largest <= RATE_MAX
     assert 0 < profile.total < math.inf
-    assert profile.seconds == pytest.approx(10)
+    assert profile.ends_s[-1] == pytest.approx(10)
 
 
 levels = st.lists(st.floats(0, 1e5), min_size=1, max_size=8).filter(lambda given: max(given) > 1e-3)
@@ -270,7 +270,7 @@ def test_times_are_the_inverse_of_sums(given_levels, seconds, data):
     sums = np.array(sorted(data.draw(st.lists(st.floats(0, 1), max_size=20)))) * profile.total
     times = profile.times_s(sums)
     assert (np.diff(times) >= 0).all()
-    assert ((times >= 0) & (times <= profile.seconds)).all()
+    assert ((times >= 0) & (times <= profile.ends_s[-1])).all()
     again = [integral(profile, 0, time) for time in times]
     assert again == pytest.approx(sums.tolist(), rel=1e-9, abs=1e-9 * profile.total)
 
