@@ -171,7 +171,8 @@ async def test_a_search_without_a_rate_begins_near_what_callers_get():
     report = await loadtest.run(
         Busy(400), search=True, slo="errors<1%", repeats=1, arrivals="constant", **QUICK
     )
-    assert 200 < report.search.holds <= 420
+    # The 20 requests that it takes beyond its capacity are 80 a second in a quarter of one.
+    assert 200 < report.search.holds <= 490
     assert all("rate" in run.parameters for run in report.runs)
 
 
