@@ -17,6 +17,7 @@ from asynctrt._util.files import CONFIG_NBYTES_MAX, read_toml
 from asynctrt._util.process import (
     DEVICE_LOST,
     add_cwd_to_path,
+    calm_gc,
     open_files_max,
     raise_open_files,
     shorten_switch_interval,
@@ -319,7 +320,7 @@ async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) 
         await _load_models(server, say)
         await server.fit_grpc()
         server.repository.is_starting = False
-    server.freeze()
+    calm_gc()
     say(f"HTTP, websocket, dashboard  {server.http_url}")
     if server.grpc_target:
         say(f"gRPC                        {server.grpc_target}")

@@ -30,12 +30,11 @@ from asynctrt.observe.metrics import (
 from asynctrt.observe.prometheus import process_text
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.coding import accepted_codings, compress
-from asynctrt.serving.latency import BOUNDS_S
+from asynctrt.serving.latency import BOUNDS_S, LoopDelays
 from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.served import ServedModel
-from asynctrt.serving.stalls import Stalls
 
 SLICE_NS: Final = 100_000
 """How long a scrape holds the event loop at a time, plus the time for one metric of a model."""
@@ -61,13 +60,14 @@ class Metrics:
 
     :param repository: the models, whose names and versions are the labels.
     :param sampler: knows how many connections and requests there are, and how busy a model was lately.
-    :param stalls: knows how late the loop was at any time.
     """
 
-    def __init__(self, repository: Repository, sampler: Sampler, stalls: Stalls, memory: MemoryLimit) -> None:
+    def __init__(
+        self, repository: Repository, sampler: Sampler, delays: LoopDelays, memory: MemoryLimit
+    ) -> None:
         self._repository = repository
         self._sampler = sampler
-        self._stalls = stalls
+        self._delays = delays
         self._memory = memory
         busy_share = gauge(
             "asynctrt_busy_share",
@@ -120,7 +120,7 @@ class Metrics:
         yield from LOST_DEVICES.texts([readings])
         for name, kind, text, value in self._of_server():
             yield from Metric(name, kind, text, (), lambda value: [("", (), value)]).texts([value])
-        yield from DELAYS.texts([self._stalls.delays])
+        yield from DELAYS.texts([self._delays.counts])
         yield from BUILD.texts([asynctrt.__version__])
 
     def _of_server(self) -> Iterator[tuple[str, str, str, float]]:
@@ -134,8 +134,6 @@ class Metrics:
         yield "asynctrt_server_memory_limit_bytes", GAUGE, text, self._memory.nbytes_max
         text = "Requests and messages refused for lack of memory."
         yield "asynctrt_server_memory_refused_total", COUNTER, text, self._memory.refused
-        text = "Pauses of the event loop that were longer than max_pause."
-        yield "asynctrt_loop_stalls_total", COUNTER, text, self._stalls.count
 
 
 def _seconds(labels: tuple[str, ...], values: list[int]) -> Iterator[Sample]:

@@ -37,6 +37,9 @@ from asynctrt.serving.settings import ServerSettings
 ALONE_S: Final = 60.0
 """How long a model is opened alone at the start. If one hangs, the others are served anyway."""
 
+LOST_NS: Final = 30_000_000_000
+"""How long a server whose device is lost stays alive: balancers notice before a supervisor ends it."""
+
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -91,14 +94,14 @@ class Repository:
             )
         )
 
-    def look_for_losses(self, now_ns: int, grace_ns: int) -> list[str]:
+    def look_for_losses(self, now_ns: int) -> list[str]:
         """Return the names of models that can no longer run in this process.
 
-        :param grace_ns: how long after a loss :attr:`is_live` turns false; it is true again without losses.
+        :data:`LOST_NS` after a loss :attr:`is_live` turns false; it is true again without losses.
         """
         lost = [served.name for served in self if served.engine.state == "lost"]
         self._lost_ns = (now_ns if self._lost_ns is None else self._lost_ns) if lost else None
-        self.is_live = self._lost_ns is None or now_ns - self._lost_ns < grace_ns
+        self.is_live = self._lost_ns is None or now_ns - self._lost_ns < LOST_NS
         return lost
 
     def add(

@@ -23,7 +23,6 @@ import anyio
 from asynctrt._util import clock
 from asynctrt._util.forks import Origin
 from asynctrt._util.loops import in_lost_thread
-from asynctrt._util.process import calm_gc
 from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.kserve.json_codec import dump
@@ -33,6 +32,7 @@ from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
 from asynctrt.serving.grpc_server import GrpcServer
 from asynctrt.serving.http import SWEEP_S, Hub
+from asynctrt.serving.latency import LoopDelays
 from asynctrt.serving.listener import Listener, cannot_listen
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
@@ -43,7 +43,6 @@ from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server_log import Failures, Refusals
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.signals import StopSignals
-from asynctrt.serving.stalls import Stalls
 from asynctrt.serving.telemetry import find_tracing
 
 BACKLOG: Final = 1024
@@ -97,7 +96,7 @@ class Server:
         self._log: AccessLog | None = None
         self._failures: Failures | None = None
         self._refusals: Refusals | None = None
-        self._stalls: Stalls | None = None
+        self._delays: LoopDelays | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
@@ -168,13 +167,14 @@ class Server:
             if self._log is not None:
                 self.api.log = self._log.write_inference
             hub = self._hub = Hub(self.api, upgrade, self._log)
+            self._delays = LoopDelays()
             sampler = Sampler(
                 self.repository,
                 connections=lambda: len(hub.connections),
                 in_flight=lambda: self.api.in_flight,
+                lag_ns=self._delays.take_longest_ns,
             )
-            self._stalls = Stalls(int(settings.max_pause * 1e9), lambda: self.repository.is_starting)
-            metrics = self._metrics = Metrics(self.repository, sampler, self._stalls, self.api.memory)
+            metrics = self._metrics = Metrics(self.repository, sampler, self._delays, self.api.memory)
             self.api.pages.update(dashboard_pages(self.repository, sampler, ask_of))
             self.api.pages.update(docs_pages(self.api))
             self.api.pages["/metrics"] = metrics.page()
@@ -230,15 +230,6 @@ class Server:
                         "or a websocket, or start the server with a larger max_grpc_message",
                         *(served.name, served.batch_nbytes, limit),
                     )
-
-    def freeze(self) -> None:
-        """Collect garbage rarely, and never what exists once models are loaded: see :func:`calm_gc`.
-
-        Its pause is intended, and is not reported as a stall.
-        """
-        calm_gc()
-        if self._stalls is not None:
-            self._stalls.restart()
 
     async def reload(self) -> None:
         """Reread the file of tokens and the certificate; open connections continue.
@@ -393,9 +384,8 @@ class Server:
                 self._log.tell_losses()
 
     def _look_for_losses(self) -> None:
-        settings = self.settings
-        lost = self.repository.look_for_losses(clock.now_ns(), int(settings.lost_grace * 1e9))
-        if lost and settings.on_device_lost == "exit" and not self.lost:
+        lost = self.repository.look_for_losses(clock.now_ns())
+        if lost and self.settings.on_device_lost == "exit" and not self.lost:
             self.lost = tuple(lost)
             logger.critical("stopping, as nothing can run %s any more in this process", ", ".join(lost))
             self.end()
@@ -434,8 +424,8 @@ class Server:
         """Release everything acquired so far."""
         if self._sampling is not None:
             self._sampling.cancel()
-        if self._stalls is not None:
-            self._stalls.close()
+        if self._delays is not None:
+            self._delays.close()
         if self._refusals is not None:
             self._refusals.tick(is_last=True)
         for listener in self._listeners:

@@ -66,6 +66,7 @@ class Site:
             self.clock,
             connections=lambda: 7,
             in_flight=lambda: self.api.in_flight,
+            lag_ns=lambda: 0,
             cpu_ns=self.clock,
         )
         self.api.pages.update(dashboard_pages(self.repository, self.sampler, ask_of))
