@@ -242,7 +242,6 @@ class GrpcServer:
                 reading.give_up()
         self._look_at_answers(now_ns)
         self._latest.clear()
-        self._gathering.forgive()
         self._connections.look(peer for peer, _ in self._callers)
         if self._tokens_version != self._api.tokens_version:
             self._tokens_version = self._api.tokens_version
@@ -455,7 +454,7 @@ class GrpcServer:
         # Not asyncio.timeout(): a timer for each call would take a tenth of its time.
         reading = _Reading()
         self._reading.add(reading)
-        self._gathering.expect(reading, caller.client)
+        self._gathering.expect(reading)
         try:
             body = await context.read()
         except asyncio.CancelledError:

@@ -372,7 +372,7 @@ class TestBatches:
     async def test_a_call_that_is_due_before_the_others_come_does_not_wait_for_them(self, monkeypatch):
         monkeypatch.setattr(gathering, "WAIT_S", 10 * WAIT_S)
         async with serving() as served:
-            served.server._gathering.expect("a message that does not come", "a client")
+            served.server._gathering.expect("a message that does not come")
             await served.ask("ModelInfer", request(), timeout=WAIT_S / 4)
 
 
