@@ -22,7 +22,8 @@ LOOPS = ("_util/test_alarm.py", "runtime/completion", "runtime/test_interrupts.p
 """Tests of code that depends on how an event loop behaves: timers, threads, interrupts."""
 SERVING = (
     *("asgi", "connection_fuzz", "credentials", "disconnect", "floods", "frames", "grpc_server", "hostile"),
-    *("http", "lack", "large", "listener", "low", "memory", "paced", "server", "signals", "stalls", "turns"),
+    *("http", "lack", "large", "listener", "loop_delays", "low", "memory", "paced", "server", "signals"),
+    "turns",
 )
 TOP = (
     *("batch_citizen", "batch_decorator", "client", "clients", "clients_unkind", "engine", "engine_unkind"),

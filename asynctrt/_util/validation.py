@@ -68,6 +68,8 @@ REMOVED_OPTIONS: Final = {
     "max_tensors": "a request may name as many tensors as its model has",
     "waiting": "the loop finds completions itself, as waiting='adaptive' did",
     "shared": "onnx={'shared': [...]} says so of an ONNX model",
+    "lost_grace": "on_device_lost='exit' stops at once; otherwise the server is alive for 30 s",
+    "max_pause": "the metric asynctrt_loop_delay_seconds has every pause",
     "watch": "let what writes the files ask for a load, once they are complete: "
     "POST /v2/repository/models/NAME/load, with model_control",
     "warm_spare": "isolation='spare' keeps a second worker",

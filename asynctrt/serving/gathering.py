@@ -1,7 +1,6 @@
 """Hold gRPC's calls back for a moment so that they can share a batch: gRPC hands them over one by one."""
 
 import asyncio
-from collections.abc import Hashable
 from typing import Final
 
 TURNS: Final = 12
@@ -24,12 +23,8 @@ class Gathering:
     def __init__(self) -> None:
         self.pays = False
         """Whether calls are to :meth:`wait`."""
-        self._expected: dict[object, Hashable] = {}
-        """Calls whose messages are being read, except slow ones, with their clients."""
-        self._awaited: set[object] = set()
-        """The calls that were expected when the first of those held back began to wait."""
-        self._late: set[Hashable] = set()
-        """Clients for whose messages calls have waited in vain, and do not wait again."""
+        self._expected: set[object] = set()
+        """Calls whose messages are being read, except slow ones."""
         self._held: list[asyncio.Future[None]] = []
         self._turns_left = 0
         self._loop: asyncio.AbstractEventLoop
@@ -38,22 +33,17 @@ class Gathering:
     def __repr__(self) -> str:
         return f"<Gathering expected={len(self._expected)} held={len(self._held)} pays={self.pays}>"
 
-    def expect(self, call: object, client: Hashable) -> None:
-        """Note that the message of a client's call is being read."""
+    def expect(self, call: object) -> None:
+        """Note that the message of a call is being read."""
         if self._expected or self._held:
             self.pays = True
-        if client not in self._late:
-            self._expected[call] = client
+        self._expected.add(call)
 
     def arrived(self, call: object) -> None:
         """Note that a call's message was read, or never will be."""
-        self._expected.pop(call, None)
+        self._expected.discard(call)
         if self._held:
             self._count_anew()
-
-    def forgive(self) -> None:
-        """Wait for every client's messages again."""
-        self._late.clear()
 
     async def wait(self, left_s: float | None) -> None:
         """Return once no further call is ready, together with the other calls that wait.
@@ -66,7 +56,6 @@ class Gathering:
         if not self._held:
             self._loop = asyncio.get_running_loop()  # Not each time: it takes a system call in Python 3.11.
             self._timer = self._loop.call_later(WAIT_S, self._give_up)
-            self._awaited = set(self._expected)
         future: asyncio.Future[None] = self._loop.create_future()
         self._held.append(future)
         self._count_anew()
@@ -87,8 +76,7 @@ class Gathering:
             self._release()
 
     def _give_up(self) -> None:
-        """Release the calls although others are expected; these are not waited for again."""
-        self._late.update([self._expected[call] for call in self._awaited & self._expected.keys()])
+        """Release the calls although others are expected, which are not waited for again."""
         self._expected.clear()
         self._release()
 

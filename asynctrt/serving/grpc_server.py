@@ -68,8 +68,6 @@ REFLECTION: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1a
 """The services by which tools such as grpcurl learn what the server has: two names, the same messages."""
 STRANGERS_MAX: Final = 32
 """Messages read at once from clients without a token: each could be of the largest size."""
-STRANGER_S: Final = HANDSHAKE_S
-"""Time for such a message to arrive: it holds only a name."""
 CROWD_S: Final = 0.25
 """How long a call waits before a message being read makes room: honest ones may come all at once."""
 
@@ -172,24 +170,15 @@ class GrpcServer:
         state = "stopping" if self._is_stopping else "serving"
         return f"<GrpcServer {state if self._server else 'down'} streams={len(self._streams)}>"
 
-    @property
-    def is_too_small(self) -> bool:
-        """Whether models that were loaded since then need larger messages than this server accepts."""
-        return self._settings.max_grpc_message is None and self._answer_nbytes_max < message_nbytes(
-            self._api.repository
-        )
-
-    async def start(self, port: int | None = None) -> int:
+    async def start(self) -> int:
         """Listen, and return the port.
 
-        :param port: overrides the port of the settings.
         :raises UsageError: if it cannot listen on the address.
         """
-        host = self._settings.host
-        port = self._settings.grpc_port if port is None else port
+        host, port = self._settings.host, self._settings.grpc_port
         credentials = self._credentials()
         if not self._shares_port:
-            await _check_address(host, port)
+            await check_address(host, port)
         server = grpc.aio.server(
             options=self._options(),
             maximum_concurrent_rpcs=self._settings.max_requests + self._settings.max_connections,
@@ -242,7 +231,6 @@ class GrpcServer:
                 reading.give_up()
         self._look_at_answers(now_ns)
         self._latest.clear()
-        self._gathering.forgive()
         self._connections.look(peer for peer, _ in self._callers)
         if self._tokens_version != self._api.tokens_version:
             self._tokens_version = self._api.tokens_version
@@ -455,7 +443,7 @@ class GrpcServer:
         # Not asyncio.timeout(): a timer for each call would take a tenth of its time.
         reading = _Reading()
         self._reading.add(reading)
-        self._gathering.expect(reading, caller.client)
+        self._gathering.expect(reading)
         try:
             body = await context.read()
         except asyncio.CancelledError:
@@ -480,7 +468,7 @@ class GrpcServer:
         """Read the next message of a call that holds little and may need no token; EOF after the last."""
         address = address_of(context.peer())
         try:
-            async with asyncio.timeout(STRANGER_S) as timeout:
+            async with asyncio.timeout(HANDSHAKE_S) as timeout:
                 await self._enter_crowd()
                 try:
                     self._strangers.take(address, timeout, partial(timeout.reschedule, 0))
@@ -968,7 +956,7 @@ def message_nbytes(models: Iterable[ServedModel]) -> int:
     return min(max(needed, MESSAGE_NBYTES), MESSAGE_NBYTES_MAX)
 
 
-async def _check_address(host: str, port: int) -> None:
+async def check_address(host: str, port: int) -> None:
     """Try to listen, since gRPC reports that it failed but not why.
 
     :raises UsageError: if the address cannot be listened on.

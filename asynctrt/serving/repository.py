@@ -37,6 +37,9 @@ from asynctrt.serving.settings import ServerSettings
 ALONE_S: Final = 60.0
 """How long a model is opened alone at the start. If one hangs, the others are served anyway."""
 
+LOST_NS: Final = 30_000_000_000
+"""How long a server whose device is lost stays alive: balancers notice before a supervisor ends it."""
+
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -91,14 +94,14 @@ class Repository:
             )
         )
 
-    def look_for_losses(self, now_ns: int, grace_ns: int) -> list[str]:
+    def look_for_losses(self, now_ns: int) -> list[str]:
         """Return the names of models that can no longer run in this process.
 
-        :param grace_ns: how long after a loss :attr:`is_live` turns false; it is true again without losses.
+        :data:`LOST_NS` after a loss :attr:`is_live` turns false; it is true again without losses.
         """
         lost = [served.name for served in self if served.engine.state == "lost"]
         self._lost_ns = (now_ns if self._lost_ns is None else self._lost_ns) if lost else None
-        self.is_live = self._lost_ns is None or now_ns - self._lost_ns < grace_ns
+        self.is_live = self._lost_ns is None or now_ns - self._lost_ns < LOST_NS
         return lost
 
     def add(
@@ -286,8 +289,6 @@ class Repository:
 
     async def _load(self, name: str, model: ModelEntry) -> None:
         async with model.changing:
-            if self._models.get(name) is not model:
-                raise UnknownModelError(f"model {name!r:.200} was removed meanwhile")
             # At most one engine per version may be on its way out.
             await self._settled(name)
             was_serving = model.is_serving
@@ -460,14 +461,6 @@ class Repository:
             finally:
                 for entry in entries:
                     entry.change = ""
-
-    async def remove(self, name: str) -> None:
-        """Unload a model and forget it.
-
-        :raises UnknownModelError: for a name that is not in the repository.
-        """
-        await self.unload(name)
-        self._models.pop(name, None)
 
     async def drain(self) -> None:
         """Refuse new requests, and return once the accepted ones are answered."""

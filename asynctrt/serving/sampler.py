@@ -76,9 +76,7 @@ class Sampler:
     :param repository: the models to sample.
     :param connections: returns the number of open connections.
     :param in_flight: returns the number of requests being answered.
-    :param interval_ns: the time from the end of one sample to the next. The delay of a sample is the loop's
-        lag, so the server restarts its timer after each. A sample within a tenth of the interval is skipped:
-        rates over so short a time would be meaningless.
+    :param lag_ns: returns the event loop's longest delay since the last call.
     """
 
     def __init__(
@@ -88,19 +86,18 @@ class Sampler:
         *,
         connections: Callable[[], int],
         in_flight: Callable[[], int],
+        lag_ns: Callable[[], int],
         cpu_ns: Callable[[], int] = clock.cpu_ns,
-        interval_ns: int = 1_000_000_000,
-        samples_max: int = SAMPLES_MAX,
     ) -> None:
         self._repository = repository
         self.connections = connections
         self.in_flight = in_flight
         self._now_ns = now_ns
         self._cpu_ns = cpu_ns
-        self._interval_ns = interval_ns
-        self._samples: deque[dict[str, Any]] = deque(maxlen=samples_max)
+        self._lag_ns = lag_ns
+        self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_MAX)
         self._number = 0
-        self._at_ns = self._ended_ns = now_ns()
+        self._at_ns = now_ns()
         self._cpu_at_ns = cpu_ns()
         self.started_ms = clock.wall_ns(self._at_ns) // 1_000_000
         """When the sampler was made, in ms since 1970, so that a client can detect a restart."""
@@ -118,10 +115,6 @@ class Sampler:
         """Take one sample, dropping the oldest beyond the limit."""
         now_ns, cpu_ns = self._now_ns(), self._cpu_ns()
         elapsed_ns = now_ns - self._at_ns
-        if elapsed_ns * 10 < self._interval_ns:
-            return
-        # Measured from the end of the last sample, so that sampling itself does not count as lag.
-        lag_ns = max(0, now_ns - self._ended_ns - self._interval_ns)
         readings = {}
         models = {}
         self._busy = {}
@@ -145,7 +138,7 @@ class Sampler:
                 "server": [
                     self.connections(),
                     self.in_flight(),
-                    round(lag_ns / 1e6, 3),
+                    round(self._lag_ns() / 1e6, 3),
                     round(100 * (cpu_ns - self._cpu_at_ns) / elapsed_ns, 2),
                     resident_nbytes(),
                 ],
@@ -154,7 +147,6 @@ class Sampler:
         )
         self._readings = readings
         self._at_ns, self._cpu_at_ns = now_ns, cpu_ns
-        self._ended_ns = self._now_ns()
 
     def busy_share(self, served: ServedModel) -> float | None:
         """Return the fraction of the time between the last two samples in which a model computed, 0 to 1.
@@ -163,19 +155,15 @@ class Sampler:
         """
         return self._busy.get(served)
 
-    def history(self, since: int = 0) -> dict[str, Any]:
-        """Return the kept samples after number ``since``, ready for JSON."""
+    def history(self, count: int = SAMPLES_MAX) -> dict[str, Any]:
+        """Return the newest samples, ready for JSON."""
         return {
             "started_ms": self.started_ms,
             "number": self._number,
             "server_fields": SERVER_FIELDS,
             "model_fields": MODEL_FIELDS,
-            "samples": [sample for sample in self._samples if sample["number"] > since],
+            "samples": list(self._samples)[-count:],
         }
-
-    def recent(self, count: int) -> dict[str, Any]:
-        """Return the newest ``count`` samples; see :meth:`history`."""
-        return self.history(self._number - count)
 
 
 def key_of(served: ServedModel) -> str:

@@ -23,7 +23,6 @@ import anyio
 from asynctrt._util import clock
 from asynctrt._util.forks import Origin
 from asynctrt._util.loops import in_lost_thread
-from asynctrt._util.process import calm_gc
 from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.kserve.json_codec import dump
@@ -31,8 +30,9 @@ from asynctrt.serving.api import Api, pages_alone
 from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
-from asynctrt.serving.grpc_server import GrpcServer
+from asynctrt.serving.grpc_server import GrpcServer, check_address
 from asynctrt.serving.http import SWEEP_S, Hub
+from asynctrt.serving.latency import LoopDelays
 from asynctrt.serving.listener import Listener, cannot_listen
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
@@ -43,12 +43,9 @@ from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server_log import Failures, Refusals
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.signals import StopSignals
-from asynctrt.serving.stalls import Stalls
 from asynctrt.serving.telemetry import find_tracing
 
 BACKLOG: Final = 1024
-REPLACED_S: Final = 1.0
-"""How long gRPC calls from before the restart may take to finish."""
 SAMPLE_S: Final = 1.0
 """Time between two samples for the dashboard."""
 logger = logging.getLogger("asynctrt.serving")
@@ -97,7 +94,7 @@ class Server:
         self._log: AccessLog | None = None
         self._failures: Failures | None = None
         self._refusals: Refusals | None = None
-        self._stalls: Stalls | None = None
+        self._delays: LoopDelays | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
@@ -168,13 +165,16 @@ class Server:
             if self._log is not None:
                 self.api.log = self._log.write_inference
             hub = self._hub = Hub(self.api, upgrade, self._log)
+            self._delays = LoopDelays()
             sampler = Sampler(
                 self.repository,
                 connections=lambda: len(hub.connections),
                 in_flight=lambda: self.api.in_flight,
+                lag_ns=self._delays.take_longest_ns,
             )
-            self._stalls = Stalls(int(settings.max_pause * 1e9), lambda: self.repository.is_starting)
-            metrics = self._metrics = Metrics(self.repository, sampler, self._stalls, self.api.memory)
+            metrics = self._metrics = Metrics(
+                self.repository, sampler, self._delays, self.api.memory, self._count_refused
+            )
             self.api.pages.update(dashboard_pages(self.repository, sampler, ask_of))
             self.api.pages.update(docs_pages(self.api))
             self.api.pages["/metrics"] = metrics.page()
@@ -188,32 +188,29 @@ class Server:
                 pages = {"/metrics": metrics.page(is_open=True)}
                 self._metrics_hub = Hub(pages_alone(pages, settings))
                 await self._listen(self._metrics_hub, "metrics_port")
-            if settings.grpc:
-                self._grpc = GrpcServer(self.api, settings, self._certificate, shares_port=self._is_front)
-                self._grpc_port = await self._grpc.start()
+            if not self.repository.is_starting:
+                await self.start_grpc()
+            elif settings.grpc and not self._is_front:
+                await check_address(settings.host, settings.grpc_port)
             self._sampling = asyncio.create_task(self._sample(sampler))
         except BaseException:
             await self._close()
             raise
 
-    async def fit_grpc(self) -> None:
-        """Restart gRPC on the same port if full batches of the models exceed its message limit.
+    async def start_grpc(self) -> None:
+        """Listen for gRPC, with room in a message for a full batch of any model that is loaded by now.
 
-        gRPC cannot change it while it runs. This closes connections: call it before the server is ready.
+        :meth:`start` does this itself, unless the repository is starting.
+
+        :raises UsageError: if it cannot listen on the port.
         """
-        grpc = self._grpc
-        if grpc is None:
+        if not self.settings.grpc:
             return
-        if grpc.is_too_small:
-            old, grpc = (
-                grpc,
-                GrpcServer(self.api, self.settings, self._certificate, shares_port=self._is_front),
-            )
-            self._grpc = grpc
-            await old.stop(REPLACED_S)
-            await grpc.start(self._grpc_port)
-            if self.is_stopping:
-                await grpc.stop(0)
+        grpc = GrpcServer(self.api, self.settings, self._certificate, shares_port=self._is_front)
+        self._grpc_port = await grpc.start()
+        self._grpc = grpc
+        if self.is_stopping:
+            await grpc.stop(0)
         self._warn_of_sizes()
 
     def _warn_of_sizes(self) -> None:
@@ -230,15 +227,6 @@ class Server:
                         "or a websocket, or start the server with a larger max_grpc_message",
                         *(served.name, served.batch_nbytes, limit),
                     )
-
-    def freeze(self) -> None:
-        """Collect garbage rarely, and never what exists once models are loaded: see :func:`calm_gc`.
-
-        Its pause is intended, and is not reported as a stall.
-        """
-        calm_gc()
-        if self._stalls is not None:
-            self._stalls.restart()
 
     async def reload(self) -> None:
         """Reread the file of tokens and the certificate; open connections continue.
@@ -383,8 +371,7 @@ class Server:
             await asyncio.sleep(SAMPLE_S)
             sampler.sample()
             self._look_for_losses()
-            if not self.repository.is_starting:  # Then fit_grpc() may still raise the limit.
-                self._warn_of_sizes()
+            self._warn_of_sizes()
             if self._failures is not None and self._refusals is not None:
                 self._failures.tick()
                 self._refusals.tick()
@@ -393,12 +380,19 @@ class Server:
                 self._log.tell_losses()
 
     def _look_for_losses(self) -> None:
-        settings = self.settings
-        lost = self.repository.look_for_losses(clock.now_ns(), int(settings.lost_grace * 1e9))
-        if lost and settings.on_device_lost == "exit" and not self.lost:
+        lost = self.repository.look_for_losses(clock.now_ns())
+        if lost and self.settings.on_device_lost == "exit" and not self.lost:
             self.lost = tuple(lost)
             logger.critical("stopping, as nothing can run %s any more in this process", ", ".join(lost))
             self.end()
+
+    def _count_refused(self) -> dict[str, int]:
+        """Return how many connections and requests were refused before they reached a model, by reason."""
+        return {
+            "connections": self._hub.refused if self._hub is not None else 0,
+            "credentials": self.api.unauthorized,
+            "memory": self.api.memory.refused,
+        }
 
     async def _stop(self) -> None:
         hurry = asyncio.create_task(self._hurry.wait())
@@ -434,8 +428,8 @@ class Server:
         """Release everything acquired so far."""
         if self._sampling is not None:
             self._sampling.cancel()
-        if self._stalls is not None:
-            self._stalls.close()
+        if self._delays is not None:
+            self._delays.close()
         if self._refusals is not None:
             self._refusals.tick(is_last=True)
         for listener in self._listeners:

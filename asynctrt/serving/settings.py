@@ -238,14 +238,8 @@ class ServerSettings:
         default="report",
         check=choice(*get_args(OnDeviceLost)),
         doc="""What to do when a model's GPU is lost, which only a new process can recover. ``report``: say
-        that the server is not ready, and after ``lost_grace`` that it is not alive. ``exit``: stop at once,
+        that the server is not ready, and after 30 s that it is not alive. ``exit``: stop at once,
         with exit status 75.""",
-    )
-    lost_grace: float = setting(
-        default=30.0,
-        check=duration(0, SECONDS_MAX),
-        doc="""How long ``/v2/health/live`` still says that the server is alive after a model's GPU was lost,
-        or no context of a model is left; then it says no, so that a supervisor restarts it.""",
     )
 
     gpu_memory: int | None = setting(
@@ -266,12 +260,6 @@ class ServerSettings:
         check=choice(*get_args(LogLevel)),
         doc="""The least important lines that ``asynctrt serve`` logs: ``debug``, ``info``, ``warning`` or
         ``error``.""",
-    )
-    max_pause: float = setting(
-        default=0.05,
-        check=duration(0, SECONDS_MAX, above=True),
-        doc="""How long something may hold the event loop, so that all requests wait, before a line in the
-        log says so. How late the loop is at any time is in the metrics.""",
     )
     access_log: Path | None = setting(
         default=None,

@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 
 import asynctrt
+from asynctrt.serving.latency import LoopDelays
 from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.stalls import Stalls
 from tests.helpers import until
 from tests.models import double_model
 
@@ -53,10 +53,10 @@ CHROMIUM_FLAGS = (
 
 def metrics_of(repository, sampler=None, memory=None):
     """The metrics of a server with three connections and two requests."""
-    sampler = sampler or Sampler(repository, connections=lambda: 3, in_flight=lambda: 2)
-    stalls = Stalls(1_000_000_000, lambda: False)
-    stalls.close()
-    return Metrics(repository, sampler, stalls, memory or MemoryLimit(1000))
+    sampler = sampler or Sampler(repository, connections=lambda: 3, in_flight=lambda: 2, lag_ns=lambda: 0)
+    delays = LoopDelays()
+    delays.close()
+    return Metrics(repository, sampler, delays, memory or MemoryLimit(1000), lambda: {"memory": 7})
 
 
 @asynccontextmanager
@@ -66,8 +66,7 @@ async def serving(models=None, *, engine=None, is_inner=False, **settings):
     ``engine`` are the options of their engines, ``settings`` those of the server. A model may be a pair, with
     options of its own. ``is_inner`` is for one that ends before another, which goes on using gRPC.
     """
-    # On a busy machine the loop has pauses that no test is about.
-    settings = {"http_port": 0, "grpc_port": 0, "grpc": False, "max_pause": 1000.0} | settings
+    settings = {"http_port": 0, "grpc_port": 0, "grpc": False} | settings
     of_server = ServerSettings(**settings)
     repository = Repository(of_server)
     for key, model in (models or {"double": double_model()}).items():

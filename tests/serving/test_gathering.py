@@ -1,6 +1,7 @@
 """Calls that wait for each other so that their rows share a batch."""
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,9 +19,9 @@ class Calls:
         self.released = {}
         self.tasks = []
 
-    def read(self, *names, client="honest"):
+    def read(self, *names):
         for name in names:
-            self.gathering.expect(name, client)
+            self.gathering.expect(name)
 
     def arrive(self, *names):
         for name in names:
@@ -92,22 +93,26 @@ async def test_a_message_that_does_not_come_is_waited_for_once():
     assert "c" in calls.released
 
 
-async def test_a_client_whose_messages_do_not_come_soon_delays_no_other():
+async def test_messages_that_never_come_hold_back_no_call_longer_however_many_there_are(monkeypatch):
     calls = Calls()
-    for number, is_waited_for in enumerate((True, False, False)):
-        calls.read(f"silent {number}", client="silent")
-        calls.read("a", "b")
-        calls.arrive("a", "b")
-        await calls.turns(TURNS + 4)
-        assert bool(calls.released) != is_waited_for
-        await asyncio.sleep(2 * WAIT_S)
+    loop = asyncio.get_running_loop()
+    later = []
+    monkeypatch.setattr(loop, "call_later", lambda delay, *of: later.append((delay, *of)) or Mock())
+    for number in range(3):
+        calls.read(f"silent {number}", "a", "b")
+        calls.arrive("a")
+        await calls.turns(TURNS)
+        calls.read(f"another {number}")
+        calls.arrive("b")
+        await calls.turns(TURNS)
+        assert not calls.released
+        ((delay, give_up),) = later
+        assert delay == WAIT_S
+        give_up()
+        await calls.turns(1)
+        assert sorted(calls.released) == ["a", "b"]
         calls.released.clear()
-    calls.gathering.forgive()
-    calls.read("silent", client="silent")
-    calls.read("a", "b")
-    calls.arrive("a", "b")
-    await calls.turns(TURNS + 4)
-    assert not calls.released
+        later.clear()
 
 
 async def test_clients_whose_messages_come_are_waited_for_however_often():

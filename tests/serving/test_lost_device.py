@@ -13,7 +13,7 @@ from asynctrt._util import clock
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.errors import DeviceLostError, ModelNotReadyError
 from asynctrt.serving.entries import LOST
-from asynctrt.serving.repository import Repository
+from asynctrt.serving.repository import LOST_NS, Repository
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.helpers import free_port
 from tests.models import double_model
@@ -76,21 +76,17 @@ def losing():
 OPTIONS = {"contexts": 1, "batch_timeout": 0.2, "close_timeout": 0.2}
 
 
-@pytest.mark.parametrize("grace", [0.0, 3600.0])
-async def test_after_the_grace_the_server_is_not_alive(losing, grace):
-    async with serving({"double": double_model(losing)}, engine=OPTIONS, lost_grace=grace) as server:
+async def test_after_a_while_the_server_is_not_alive(losing):
+    async with serving({"double": double_model(losing)}, engine=OPTIONS) as server:
         server._look_for_losses()
         for path in ("live", "ready"):
             assert (await ask(server, f"/v2/health/{path}"))[0] == 200
         await losing.lose(engine_of(server))
         server._look_for_losses()
         assert (await ask(server, "/v2/health/ready"))[0] == 503
-        assert (await ask(server, "/v2/health/live"))[0] == (200 if grace else 503)
-        if grace:
-            now_ns = clock.now_ns()
-            later_ns = now_ns + int((grace + 1) * 1e9)
-            assert server.repository.look_for_losses(later_ns, int(grace * 1e9)) == ["double"]
-            assert not server.repository.is_live
+        assert (await ask(server, "/v2/health/live"))[0] == 200
+        assert server.repository.look_for_losses(clock.now_ns() + LOST_NS) == ["double"]
+        assert (await ask(server, "/v2/health/live"))[0] == 503
         losing.go.set()
 
 
@@ -101,12 +97,12 @@ async def test_a_model_that_is_replaced_makes_it_alive_again(losing):
         configuration = repository.find("double").config()
         await losing.lose(engine)
         assert repository.find("double").config() == configuration
-        assert repository.look_for_losses(0, 10) == ["double"]
+        assert repository.look_for_losses(0) == ["double"]
         assert repository.is_live
-        repository.look_for_losses(10, 10)
+        repository.look_for_losses(LOST_NS)
         assert not repository.is_live
         await repository.unload("double")
-        assert repository.look_for_losses(11, 10) == []
+        assert repository.look_for_losses(LOST_NS + 1) == []
         assert repository.is_live
         losing.go.set()
 

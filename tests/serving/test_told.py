@@ -50,7 +50,7 @@ async def test_no_client_learns_where_the_files_are(tmp_path, caplog):
     for name in ("m", "none"):
         path = str(folder / f"{name}.onnx")
         repository.add(name, opener=lambda path=path: asynctrt.open(path)._open())
-    settings = ServerSettings(http_port=0, grpc=False, model_control=True, max_pause=1000.0)
+    settings = ServerSettings(http_port=0, grpc=False, model_control=True)
     async with Server(repository, settings) as server, connected(server) as raw, asyncio.timeout(WAIT_S):
         answers = []
         for name in ("m", "none"):
