@@ -176,8 +176,6 @@ def test_sizes_that_are_none(sizes, says):
         ({"batch_sizes": SIZES}, {"max_rows": 64}, "Leave max_rows out, or let batch_sizes end with 64"),
         ({"batch_sizes": SIZES}, {"max_rows": 4}, "Leave max_rows out, or let batch_sizes end with 4"),
         ({"batch_sizes": SIZES}, {"max_queue_rows": 4}, "max_queue_rows (4) must be ≥ the largest of"),
-        ({"batch_sizes": SIZES, "rows_max": 4}, {}, "Leave rows_max out"),
-        ({"batch_sizes": SIZES, "rows_fixed": 8}, {}, "only batches of 8 rows. Leave one of them out"),
     ],
 )
 async def test_sizes_that_something_contradicts(of_model, options, says):
