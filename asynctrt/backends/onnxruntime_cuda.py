@@ -334,13 +334,10 @@ class OnnxCudaModel(StreamedOnnxModel):
             return
         self._has_told = True
         self.capabilities = dataclasses.replace(self.capabilities, changes_slowly=True)
-        ask = getattr(session, "get_provider_graph_assignment_info", None)
-        if ask is None:
-            return  # An older version.
         with suppress(Exception):  # Results do not depend on it.
             nodes = [
                 (str(part.ep_name), str(node.op_type), str(node.name))
-                for part in ask()
+                for part in session.get_provider_graph_assignment_info()
                 for node in part.get_nodes()
             ]
             self._random = tuple(sorted({kind for _, kind, _ in nodes} & RANDOM))
@@ -545,11 +542,10 @@ def check_provider() -> None:
 @cache
 def _preload() -> None:
     """Load CUDA's libraries from pip packages if possible, and suppress ONNX Runtime's warnings."""
-    if hasattr(ort, "preload_dlls"):
-        # It prints the libraries that it does not find, although the system's loader may find them later.
-        with redirect_stdout(StringIO()) as said:
-            ort.preload_dlls()
-        logger.debug("onnxruntime.preload_dlls: %s", said.getvalue().strip() or "all was found")
+    # It prints the libraries that it does not find, although the system's loader may find them later.
+    with redirect_stdout(StringIO()) as said:
+        ort.preload_dlls()
+    logger.debug("onnxruntime.preload_dlls: %s", said.getvalue().strip() or "all was found")
     # For each session it warns, through the process-wide logger, that the provider is not a plugin. An
     # application that wants its warnings can set the level after opening a model.
     ort.set_default_logger_severity(LOG_ERRORS)

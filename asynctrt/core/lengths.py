@@ -14,20 +14,26 @@ from asynctrt._util import clock
 from asynctrt.backends.base import Model, ranged_model
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
-from asynctrt.runtime.probe import INTEGERS, NoRowsError, Probe, Sample, differing, made_up, said_of
+from asynctrt.runtime.probe import (
+    INTEGERS,
+    ON_GPU,
+    SIZE_TOLERANCE,
+    NoRowsError,
+    Probe,
+    Sample,
+    differing,
+    made_up,
+    said_of,
+)
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.tensors import Array, TensorSpec, split_shared
 
 TOLERANCE: Final = 1e-3
 TOLERANCE_OF_HALVES: Final = 2e-2
-ON_GPU: Final = 10
-"""The allowed difference of a value, relative to the largest of its output, on the host and on a GPU.
-Libraries choose other algorithms for other sizes; padding that a model sees changes far more if there is much
-of it."""
-
-TOLERANCE_OF_EXTREMES: Final = 0.05
-"""As above, for a row of extreme values, which amplify rounding."""
+"""The allowed difference of a value on the host, relative to the largest of its output. Libraries choose
+other algorithms for other sizes; padding that a model sees changes far more if there is much of it. For a row
+of extreme values, which amplify rounding, it is :data:`SIZE_TOLERANCE`."""
 
 GROWTH: Final = 4
 """The factor from one size that is tried to the next."""
@@ -348,7 +354,7 @@ class Lengths:
 
     def _tolerance(self, case: Case, number: int) -> float:
         if case.rows[number][0] == "e":
-            return TOLERANCE_OF_EXTREMES
+            return SIZE_TOLERANCE
         is_half = any(spec.dtype.kind == "f" and spec.dtype.itemsize == 2 for spec in self._model.outputs)
         return (TOLERANCE_OF_HALVES if is_half else TOLERANCE) * (1 if self._on_host or is_half else ON_GPU)
 
