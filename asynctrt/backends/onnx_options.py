@@ -29,13 +29,9 @@ TENSORRT: Final = "TensorrtExecutionProvider"
 NO_FALLBACK: Final = "session.disable_cpu_ep_fallback"
 """The session configuration entry with which no node may run on the CPU provider."""
 
-OURS: Final = {
-    CUDA: {"device_id", "enable_cuda_graph", "user_compute_stream"},
-    TENSORRT: {"device_id", "trt_cuda_graph_enable", "user_compute_stream"},
-    "NvTensorRTRTXExecutionProvider": {"enable_cuda_graph", "user_compute_stream"},
-    "ROCMExecutionProvider": {"enable_hip_graph", "user_compute_stream"},
-}
-"""Options that only the engine may set: otherwise answers would be read too early, or captured twice."""
+OURS: Final = frozenset({"device_id", "enable_cuda_graph", "user_compute_stream"})
+"""Options of the CUDA provider that only the engine may set: otherwise answers would be read too early, or
+captured twice."""
 
 PACKAGE: Final = re.compile(r"[A-Za-z_]\w*")
 """The name of a Python package, in place of the path of a library."""
@@ -174,11 +170,10 @@ class OnnxOptions:
         default=(),
         check=PROVIDERS,
         doc="""Execution providers, in order of preference: names, pairs of a name and its options, or a
-        mapping of names to options. On the host device: any that takes and returns CPU memory. On a
-        GPU: ``TensorrtExecutionProvider``, ``CUDAExecutionProvider`` and ``CPUExecutionProvider``; the second
-        is always used. The engine itself sets ``device_id``, ``user_compute_stream`` and graphs. A provider
-        that is missing, or does not load, is an error. Default: ``CPUExecutionProvider`` and, on a GPU,
-        ``CUDAExecutionProvider`` before it.""",
+        mapping of names to options. On the host device: any that takes and returns CPU memory. On a GPU:
+        ``CUDAExecutionProvider``, which is always used, and ``CPUExecutionProvider``. The engine itself sets
+        ``device_id``, ``user_compute_stream`` and graphs. A provider that is missing, or does not load, is an
+        error. Default: ``CPUExecutionProvider`` and, on a GPU, ``CUDAExecutionProvider`` before it.""",
     )
 
     custom_ops: tuple[str, ...] = setting(
@@ -235,14 +230,12 @@ class OnnxOptions:
 
     def __post_init__(self) -> None:
         validate(self)
-        for name, options in self.providers:
-            ours = OURS.get(name, set())
-            if not ours.isdisjoint(options):
-                raise OptionsError(
-                    f"providers: {', '.join(sorted(ours))} of {name} are the engine's to give, as it waits "
-                    "for batches on its own stream, and captures them. Choose the GPU with device, and what "
-                    "is captured with graphs"
-                )
+        if not OURS.isdisjoint(self.of_provider(CUDA)):
+            raise OptionsError(
+                f"providers: {', '.join(sorted(OURS))} of {CUDA} are the engine's to give, as it waits for "
+                "batches on its own stream, and captures them. Choose the GPU with device, and what is "
+                "captured with graphs"
+            )
         for library in self.custom_ops:
             if not PACKAGE.fullmatch(library) and not Path(library).is_file():
                 raise OptionsError(

@@ -111,10 +111,16 @@ def test_a_limit_of_memory_that_is_none_is_refused(limit):
     assert OnnxOptions(providers={CUDA: {"gpu_mem_limit": 8 << 20}}).gpu_mem_limit == 8 << 20
 
 
-def test_providers_that_know_no_memory_of_a_gpu_are_refused_there(tmp_path):
-    options = {"providers": "OpenVINOExecutionProvider"}
-    with pytest.raises(OptionsError, match="OpenVINOExecutionProvider cannot be used with a GPU"):
-        OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), options, device=HostDevice())
+@pytest.mark.parametrize(
+    ("provider", "says"),
+    [
+        ("OpenVINOExecutionProvider", "OpenVINOExecutionProvider cannot be used with a GPU"),
+        ("TensorrtExecutionProvider", "Leave it out: runtime='tensorrt' builds a plan once"),
+    ],
+)
+def test_providers_that_do_not_work_for_the_engine_on_a_gpu_are_refused_there(tmp_path, provider, says):
+    with pytest.raises(OptionsError, match=says):
+        OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), {"providers": provider}, device=HostDevice())
 
 
 class DeferringSession:
