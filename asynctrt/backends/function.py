@@ -141,13 +141,7 @@ class FunctionModel(ModelBase):
                 )
         if batch_sizes is not None:
             sizes = BATCH_SIZES("batch_sizes", batch_sizes)
-            self.capabilities = replace(
-                self.capabilities,
-                batch_sizes=sizes,
-                rows_max=sizes[-1],
-                needs_sizes=True,
-                keeps_sizes_apart=True,
-            )
+            self.capabilities = replace(self.capabilities, batch_sizes=sizes, rows_max=sizes[-1])
         self.platform = "python"
         refuse_generators(function)
         # A key for durations: batches take about equally long on all contexts of a model, and other models
@@ -195,9 +189,6 @@ class FunctionContext:
     def __init__(self, model: FunctionModel, loop: asyncio.AbstractEventLoop | None) -> None:
         self._model = model
         self._loop = loop
-
-    def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Do nothing: the libraries that the function uses keep what they prepare for a size."""
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]

@@ -101,13 +101,6 @@ def _names(given: Any) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _batch_sizes(given: Any) -> tuple[int, ...]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise TypeError
-    check = count(1)
-    return tuple(sorted({check("batch_sizes", size) for size in given}))
-
-
 ENTRIES: Final = Check(
     "names and values, each a text or a number, such as {'session.intra_op.allow_spinning': '0'}",
     lambda given: _named(given, _entry),
@@ -131,7 +124,6 @@ SHAPES: Final = Check(
     "the dimensions of a row by the names of inputs, such as {'images': (3, 640, 640)}, or a list of such",
     shapes_of,
 )
-BATCH_SIZES: Final = Check("several whole numbers, such as (4, 16)", _batch_sizes)
 
 
 @documented
@@ -213,17 +205,6 @@ class OnnxOptions:
         doc="""Session configuration entries (``add_session_config_entry``), such as
         ``{"session.intra_op.allow_spinning": "0"}``. With ``{"session.disable_cpu_ep_fallback": "1"}`` a
         model that needs operators on the CPU is refused.""",
-    )
-
-    batch_sizes: tuple[int, ...] | None = setting(
-        default=None,
-        check=BATCH_SIZES.or_none,
-        doc="""On a GPU, the batch sizes to run, each with a separate session in each context, to which
-        others are padded; ``()``: all sizes, with one session and no graphs. Default: powers of two and one
-        between any two of them, captured as CUDA graphs; without graphs only if a batch of another size than
-        the one before takes much longer, as with convolutions, which cuDNN plans anew then (since ONNX
-        Runtime 1.20). Where rows vary, and ``pad`` does not name up to eight shapes: 1, 2, 4, 8, 16, 24, 32,
-        48 and so on for shapes that recur, and for all others if the model has convolutions.""",
     )
 
     __repr__ = changed_repr

@@ -140,7 +140,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         self.capabilities = dataclasses.replace(
             self.capabilities,
             is_capturable=can_capture and is_known,
-            is_specialisable=can_capture and self.options.batch_sizes != (),
+            is_specialisable=can_capture,
         )
 
     def host_twin(self) -> OnnxModel:
@@ -161,7 +161,6 @@ class OnnxCudaModel(StreamedOnnxModel):
             settings = dataclasses.replace(
                 self.options,
                 providers=(),
-                batch_sizes=None,
                 session_config={name: value for name, value in config if name != NO_FALLBACK},
                 intra_op_num_threads=cores(),
             )

@@ -9,13 +9,18 @@ from typing import Final, Generic, Protocol, TypeVar
 from asynctrt._util import clock
 from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model
-from asynctrt.devices.base import Device
+from asynctrt.devices.base import Device, mib
 from asynctrt.errors import DeviceMemoryError, UsageError
 from asynctrt.runtime.graphs import Capture, CaptureCosts
-from asynctrt.runtime.prepare import as_many_as_fit, check_share
 
 THREADS_MAX: Final = 64
 """The most contexts that warm up at the same time."""
+
+SHARE_MAX: Final = 0.5
+"""The share of the device's free memory that graphs may take: others use the device too."""
+
+FEWEST: Final = 4
+"""Give up if fewer sizes than this do not fit."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -93,15 +98,24 @@ class Capturing(Generic[C]):
 
     def fit(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], list[CaptureCosts]]:
         """Capture as many of the sizes as fit, as :meth:`run` does."""
-        return as_many_as_fit(self._model.name, tuple(sizes), self._attempt)
-
-    def _attempt(self, sizes: Sequence[int]) -> list[CaptureCosts]:
-        try:
-            return self._side_by_side(sizes)
-        except DeviceMemoryError:
-            for context in self._contexts:
-                context.forget_captured()
-            raise
+        sizes = tuple(sizes)
+        while True:
+            try:
+                return sizes, self._side_by_side(sizes)
+            except DeviceMemoryError as error:
+                for context in self._contexts:
+                    context.forget_captured()
+                if len(sizes) < FEWEST:
+                    raise
+                fewer = sizes[-1::-2][::-1]
+                logger.info(
+                    "%r: there is no room for %d batch sizes, but perhaps for %d: %s",
+                    self._model.name,
+                    len(sizes),
+                    len(fewer),
+                    error,
+                )
+                sizes = fewer
 
     def _side_by_side(self, sizes: Sequence[int]) -> list[CaptureCosts]:
         """Warm up the sizes on one context, then on the others in parallel, and capture them.
@@ -117,14 +131,7 @@ class Capturing(Generic[C]):
             room_nbytes = self._device.memory().room_nbytes
             costs = [first.keep_captured(*largest, self._warmed_up(first, *largest))]
             self._warm_up(first, smaller, begun)
-            check_share(
-                self._device,
-                room_nbytes,
-                len(self._contexts),
-                f"graphs of {len(sizes)} batch sizes of {self._model.name!r}",
-                "Name the sizes that matter most in graphs",
-                self._limit_nbytes,
-            )
+            self._check_share(room_nbytes, len(sizes))
             if others:
                 threads = min(len(others), self._threads_max)
                 with ThreadPoolExecutor(threads, "asynctrt-capture") as pool:
@@ -137,6 +144,23 @@ class Capturing(Generic[C]):
         finally:
             for *_, capture in begun:
                 capture.close()
+
+    def _check_share(self, room_nbytes: int, sizes: int) -> None:
+        """Check that all contexts together fit into their share of memory, after one has its graphs.
+
+        :param room_nbytes: the free memory before.
+        :raises DeviceMemoryError: if they would take more than their share.
+        """
+        contexts = len(self._contexts)
+        taken_nbytes = max(room_nbytes - self._device.memory().room_nbytes, 0)
+        limit_nbytes = int(room_nbytes * SHARE_MAX) if self._limit_nbytes is None else self._limit_nbytes
+        if not self._device.unified and taken_nbytes * contexts > limit_nbytes:
+            raise DeviceMemoryError(
+                f"graphs of {sizes} batch sizes of {self._model.name!r} take {mib(taken_nbytes)} in one "
+                f"context, and in {contexts} of them more than their share, {mib(limit_nbytes)} of "
+                f"{mib(room_nbytes)} that were free. Name the sizes that matter most in graphs, or use fewer "
+                "contexts"
+            )
 
     def _batches(self, sizes: Sequence[int]) -> list[tuple[Hashable, int]]:
         """Return the shapes and rows to capture on each context, the largest first."""

@@ -98,8 +98,6 @@ def test_a_model_with_outputs_of_sizes_of_their_own_is_specialised_as_others_are
     assert (capabilities.is_specialisable, capabilities.is_capturable) == (True, False)
     capabilities = Undevised(double_onnx(tmp_path / "double.onnx")).capabilities
     assert (capabilities.is_specialisable, capabilities.is_capturable) == (True, True)
-    capabilities = Undevised(double_onnx(tmp_path / "double.onnx"), batch_sizes=()).capabilities
-    assert (capabilities.is_specialisable, capabilities.is_capturable) == (False, True)
 
 
 @pytest.mark.parametrize("limit", [-1, 0, "8MiB", 0.5, True])

@@ -103,11 +103,13 @@ async def test_until_then_batches_have_few_sizes(path):
         assert engine.statistics().batch_sizes == ()
 
 
-async def test_until_then_contexts_keep_their_sizes_if_changes_take_long(path):
+@pytest.mark.parametrize("fixed", [{}, {"free_dimension_overrides": {"length": 3}}], ids=["varying", "fixed"])
+async def test_without_graphs_contexts_keep_their_sizes_if_changes_take_long(path, fixed):
     """Arrivals at random would have a batch of another size planned each time."""
-    model = SpecialisedSessions(path, change_s=0.05)
+    model = SpecialisedSessions(path, change_s=0.05, **fixed)
     model.capabilities = replace(model.capabilities, is_specialisable=False)
     async with opened(model, max_rows=16, graphs="auto") as engine:
+        assert engine.statistics().batch_sizes == (1, 2, 4, 8, 16)
         changes, batches = model.changes, engine.statistics().batches
         for number in range(60):
             await asyncio.gather(*(check(engine, 3, 1, n) for n in range(1 + 7 * number % 16)))
