@@ -69,6 +69,13 @@ async def test_no_other_size_is_seen_and_each_was_run_in_each_thread():
     assert seen.sizes()[12:17] == [1, 3, 3, 8, 8]
 
 
+async def test_a_deterministic_engine_has_one_size_and_runs_nothing_beforehand():
+    seen = Seen()
+    async with asynctrt.open(model_of(seen, batch_sizes=SIZES), batching="deterministic") as engine:
+        await answered(engine, [1])
+    assert seen.sizes() == [8]
+
+
 async def test_inputs_are_zero_in_each_batch_beforehand_and_copies_of_a_row_later():
     given = []
 
