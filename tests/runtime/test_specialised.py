@@ -40,6 +40,19 @@ def build(device, model, *, captures=True, sizes=SIZES, cancellation=None, threa
         builder.close()
 
 
+LENGTH = BatchKey((("length", 3),))
+
+
+def adopting(model, device, contexts):
+    """Return a pool whose contexts share what was built for rows of a length."""
+    pool = make_pool(model, device, contexts=contexts)
+    builder = Builder(device, model, contexts, captures=True)
+    builder.in_turn = True
+    pool.adopt(builder.build(LENGTH.shape, SIZES, threads_max=1, cancellation=Cancellation()))
+    builder.close()
+    return pool
+
+
 @pytest.mark.parametrize(("threads", "in_turn"), [(1, False), (2, False), (2, True)])
 def test_each_size_is_captured_beside_each_context(tmp_path, device, threads, in_turn):
     model = model_of(tmp_path)
@@ -234,11 +247,7 @@ def test_what_contexts_share_ends_after_every_graph(tmp_path, device, monkeypatc
             session.close = lambda: (ended.append("session" if not stream._closed else "late"), end())
             return session
 
-    pool = make_pool(Noting(sequence_onnx(tmp_path / "sequence.onnx")), device, contexts=3)
-    builder = Builder(device, pool._model, 3, captures=True)
-    builder.in_turn = True
-    pool.adopt(builder.build((("length", 3),), SIZES, threads_max=1, cancellation=Cancellation()))
-    builder.close()
+    pool = adopting(Noting(sequence_onnx(tmp_path / "sequence.onnx")), device, 3)
     ended.clear()
     if hangs:
         pool.contexts[1].comes_to_rest = lambda timeout_s: False
@@ -276,11 +285,7 @@ def test_what_was_kept_for_batches_that_hung_is_released_once_they_have_ended(tm
             return session
 
     model = Kept(sequence_onnx(tmp_path / "sequence.onnx"))
-    pool = make_pool(model, device, contexts=2)
-    builder = Builder(device, model, 2, captures=True)
-    builder.in_turn = True
-    pool.adopt(builder.build((("length", 3),), SIZES, threads_max=1, cancellation=Cancellation()))
-    builder.close()
+    pool = adopting(model, device, 2)
     hung = pool.contexts[:hanging]
     for context in hung:
         context.comes_to_rest = lambda timeout_s: False
@@ -295,16 +300,12 @@ def test_what_was_kept_for_batches_that_hung_is_released_once_they_have_ended(tm
 
 def test_what_contexts_share_is_not_used_behind_a_batch_that_hangs(tmp_path, device):
     model = SpecialisedSessions(sequence_onnx(tmp_path / "sequence.onnx"))
-    key = BatchKey((("length", 3),))
-    pool = make_pool(model, device, contexts=2)
-    builder = Builder(device, model, 2, captures=True)
-    builder.in_turn = True
-    pool.adopt(builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation()))
+    pool = adopting(model, device, 2)
 
     def run(context):
         """Run a batch, and return how many batches ran call by call so far."""
-        request = make_request(np.full((2, 3), context, np.float32), key=key)
-        source = pool.source(make_batch(request, key=key, context=context))
+        request = make_request(np.full((2, 3), context, np.float32), key=LENGTH)
+        source = pool.source(make_batch(request, key=LENGTH, context=context))
         source.stage()
         pooled = pool.contexts[context]
         pooled.enqueue(source, pooled.untimed)
@@ -319,7 +320,6 @@ def test_what_contexts_share_is_not_used_behind_a_batch_that_hangs(tmp_path, dev
     pool.contexts[0].stream.is_abandoned = False
     assert run(1) == ran + 1
     assert pool.close(WAIT_S) == 0
-    builder.close()
     assert model.alive == 0
 
 
