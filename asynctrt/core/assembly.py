@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, cast
 
 from asynctrt._util.cancellation import current
-from asynctrt.backends.base import CapableModel, Model, ranged_model
+from asynctrt.backends.base import CapableModel, Model
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
@@ -27,7 +27,7 @@ from asynctrt.errors import AsynctrtError, DeviceLostError, InputError, ModelErr
 from asynctrt.options import BATCH_NBYTES_MAX, MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.calibration import Calibration, calibrate
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
-from asynctrt.runtime.pad_sizes import Limits, Padding
+from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.runtime.prepare import few_sizes, sizes_up_to
 from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.sizes import STEPS_WHERE_SHAPES_ARE_FREE
@@ -248,7 +248,7 @@ class EngineParts:
         if found.padding is not None:
             self.pool.padding = found.padding
             for sizes in found.padding.chosen.values():
-                sizes.steps = _steps_on(self.device)
+                sizes.steps = STEPS_WHERE_SHAPES_ARE_FREE if self.device.is_parallel else 1
         return dataclasses.replace(self, padding=found.padding or self.padding, times=found.times)
 
     def create_scheduler(self, options: Options) -> Scheduler:
@@ -566,11 +566,6 @@ def _shapes_to_capture(
     return known if is_right else ()
 
 
-def _steps_on(device: Device) -> int:
-    """Return the number of sizes to pad to from one power of two to the next."""
-    return STEPS_WHERE_SHAPES_ARE_FREE if device.is_parallel else 1
-
-
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Create the parts of a model's engine on a device."""
     capacity = Capacity.of(model, device, options, shared)
@@ -579,9 +574,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             f"weight divides the time of {device.name!r}, and {model.name!r} takes none: it awaits what is "
             "computed elsewhere. Leave it out"
         )
-    ranged = ranged_model(model)
-    limits = Limits(None if ranged is None else ranged.ranges_of, _steps_on(device))
-    padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options, limits)
+    padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:

@@ -13,7 +13,7 @@ import numpy as np
 from asynctrt._util import clock
 from asynctrt.backends.base import Model, ranged_model
 from asynctrt.runtime.contexts import ContextPool
-from asynctrt.runtime.pad_sizes import Limits, Padding
+from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.runtime.probe import (
     INTEGERS,
     ON_GPU,
@@ -25,6 +25,7 @@ from asynctrt.runtime.probe import (
     made_up,
     said_of,
 )
+from asynctrt.runtime.sizes import Sizes
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.tensors import Array, TensorSpec, split_shared
@@ -99,13 +100,13 @@ class Lengths:
         self._on_host, self._is_twin = on_host, is_twin
         self._inputs = split_shared(model.inputs)[0]
         ranged = ranged_model(model)
-        self._limits = Limits(None if ranged is None else ranged.ranges_of)
+        self._ranges_of = None if ranged is None else ranged.ranges_of
         self._times: list[tuple[int, int]] = []
         self._guesses: Guesses = ()
 
     def find(self) -> Found:
         """Return the dimensions to pad, after running made-up rows on a device where any row may run."""
-        groups = Padding.groups_of(self._inputs, self._limits)
+        groups = Padding.groups_of(self._inputs, self._ranges_of)
         shared = split_shared(self._model.inputs)[1]
         if not groups or any(spec.dtype.hasobject or spec.kind != "tensor" for spec in self._model.inputs):
             return Found()
@@ -145,10 +146,7 @@ class Lengths:
                 self._model.name,
                 self._inputs,
                 outputs,
-                dict.fromkeys(groups, "auto"),
-                {},
-                self._limits,
-                is_default=True,
+                {group: Sizes.within(group.split("="), self._ranges_of) for group in groups},
             )
             self._pool.padding = padding
             try:
@@ -367,7 +365,7 @@ class Lengths:
 
     def _least(self, dim: str) -> int:
         """Return the smallest size of a dimension that the model supports."""
-        ranges = () if self._limits.ranges_of is None else self._limits.ranges_of(dim)
+        ranges = () if self._ranges_of is None else self._ranges_of(dim)
         return min((least for least, _ in ranges), default=1)
 
 

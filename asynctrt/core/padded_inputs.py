@@ -57,12 +57,12 @@ class PaddedInputCheck(InputCheck):
         key = self._padding.key_of(symbols) if symbols else FIXED_SHAPE
         if self._keeps_shapes:
             return BatchKey(tuple(symbols.items()))
-        if self._padding.chosen and self._check_key is not None:
+        if self._padding.is_default and self._check_key is not None:
             try:
                 self._check_key(key)
             except InputError:
                 # Each padded size fits a profile, but no profile fits them all. The given sizes may fit one.
-                return self._padding.key_of(symbols, as_given=True)
+                return BatchKey(tuple(symbols.items()))
         return key
 
     def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
@@ -73,9 +73,6 @@ class PaddedInputCheck(InputCheck):
         if self._padding.is_default:
             return super().key_of(self._shapes_of(dims))
         key = super().key_of_dims(dims)
-        if self._padding.chosen:
-            shapes = [tuple(dims.get(spec.name, spec.dims)) for spec in self.specs]
-            key = self._padding.key_of(self.symbols(shapes), as_given=True)  # type: ignore[arg-type]
         assert isinstance(key.shape, tuple)
         sizes = dict(key.shape)
         for name, given in dims.items():
@@ -100,10 +97,6 @@ class PaddedInputCheck(InputCheck):
             symbols = self.symbols([array.shape[1:] for array in arrays])
             if self._padding.is_default:
                 return arrays, rows, key._replace(shape=tuple(symbols.items()))
-            if self._padding.chosen:
-                key = self._padding.key_of(symbols, as_given=True)._replace(on_device=True)
-                if self._check_key is not None:
-                    self._check_key(key)
             if key.shape != tuple(symbols.items()):
                 raise InputError(
                     f"rows on the device are not padded: they have {show(symbols)}, and the engine runs "

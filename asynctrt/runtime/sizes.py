@@ -1,6 +1,6 @@
 """The sizes that a dimension is padded to if the options give none: powers of two, and some in between."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 STEPS_WHERE_SHAPES_ARE_FREE: Final = 8
@@ -8,19 +8,30 @@ STEPS_WHERE_SHAPES_ARE_FREE: Final = 8
 a row to the next size then adds at most an eighth to it. Rows of neighbouring sizes share batches if that
 pays off."""
 
+RangesOf = Callable[[str], Sequence[tuple[int, int]]]
+"""Returns the range of sizes of a dimension in each profile of the model."""
+
 
 class Sizes:
     """The sizes that one dimension is padded to, as far as the model supports them.
 
     :param ranges: the smallest and largest sizes of the ranges that the model supports; all sizes if empty.
-    :param steps: how many sizes there are from one power of two to the next.
     """
 
-    def __init__(self, ranges: Sequence[tuple[int, int]] = (), steps: int = 1) -> None:
+    def __init__(self, ranges: Sequence[tuple[int, int]] = ()) -> None:
         self._ranges = merged(ranges)
-        self.steps = steps
+        self.steps = 1
+        """How many sizes there are from one power of two to the next."""
         self.proven: int | None = None
         """The largest size that is known to run. No row is padded beyond it; ``None`` if any size runs."""
+
+    @classmethod
+    def within(cls, dims: Sequence[str], ranges_of: "RangesOf | None") -> "Sizes":
+        """Return the sizes for dimensions that share them, within the profiles of the model."""
+        if ranges_of is None:
+            return cls()
+        each = zip(*[ranges_of(dim) for dim in dims], strict=True)
+        return cls([(max(least for least, _ in same), min(most for _, most in same)) for same in each])
 
     def __repr__(self) -> str:
         return f"<Sizes of {self._ranges or 'any'}, {self.steps} from one power of two to the next>"

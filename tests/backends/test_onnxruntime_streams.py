@@ -157,13 +157,11 @@ async def test_by_default_as_many_sizes_are_captured_of_each_shape_as_of_one(tmp
 @pytest.mark.parametrize(
     "given",
     [
-        {"pad": "auto"},
-        {"pad": {"length": "auto:8"}},
         {"pad": {"length": tuple(range(1, 10))}},
         {"pad": {"length": (3, 8)}, "nbytes_max": 200},
         {},
     ],
-    ids=["chosen", "chosen up to", "too many", "not of all rows", "not padded"],
+    ids=["too many", "not of all rows", "not padded"],
 )
 async def test_shapes_that_are_not_known_or_too_many_are_not_captured(tmp_path, given, caplog, monkeypatch):
     given = dict(given)
