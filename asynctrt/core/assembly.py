@@ -27,10 +27,9 @@ from asynctrt.errors import AsynctrtError, DeviceLostError, InputError, ModelErr
 from asynctrt.options import BATCH_NBYTES_MAX, MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.calibration import Calibration, calibrate
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
-from asynctrt.runtime.pad_sizes import Padding
+from asynctrt.runtime.pad_sizes import STEPS_WHERE_SHAPES_ARE_FREE, Padding
 from asynctrt.runtime.prepare import few_sizes, sizes_up_to
 from asynctrt.runtime.shares import join_device
-from asynctrt.runtime.sizes import STEPS_WHERE_SHAPES_ARE_FREE
 from asynctrt.runtime.specialised import Builder
 from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out

@@ -13,7 +13,7 @@ import numpy as np
 from asynctrt._util import clock
 from asynctrt.backends.base import Model, ranged_model
 from asynctrt.runtime.contexts import ContextPool
-from asynctrt.runtime.pad_sizes import Padding
+from asynctrt.runtime.pad_sizes import Padding, Sizes
 from asynctrt.runtime.probe import (
     INTEGERS,
     ON_GPU,
@@ -25,7 +25,6 @@ from asynctrt.runtime.probe import (
     made_up,
     said_of,
 )
-from asynctrt.runtime.sizes import Sizes
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.tensors import Array, TensorSpec, split_shared

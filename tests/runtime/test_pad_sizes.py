@@ -15,9 +15,8 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, OptionsError, TooLargeError
 from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.options import Options
-from asynctrt.runtime.pad_sizes import Padding
+from asynctrt.runtime.pad_sizes import Padding, Sizes
 from asynctrt.runtime.padding import PaddedSource
-from asynctrt.runtime.sizes import Sizes
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from asynctrt.tensors import TensorSpec
 from tests.helpers import WAIT_S

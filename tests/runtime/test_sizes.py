@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from asynctrt.runtime.sizes import Sizes, merged
+from asynctrt.runtime.pad_sizes import Sizes, merged
 
 RANGES = some.lists(some.tuples(some.integers(1, 300), some.integers(0, 200)), max_size=3).map(
     lambda found: [(least, least + more) for least, more in found]
