@@ -31,7 +31,7 @@ from asynctrt.runtime.pad_sizes import STEPS_WHERE_SHAPES_ARE_FREE, Padding
 from asynctrt.runtime.prepare import few_sizes, sizes_up_to
 from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.specialised import Builder
-from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
+from asynctrt.runtime.specialiser import SHAPES_MAX, Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out
 from asynctrt.scheduling.company import MixedSizes
 from asynctrt.scheduling.concurrency import Lanes
@@ -41,9 +41,6 @@ from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.statistics import TRUSTED, Batching
 from asynctrt.tensors import Dims, split_shared
-
-SHAPES_MAX: Final = 8
-"""The most shapes to capture graphs for: the graphs of each shape take the same memory again."""
 
 logger = logging.getLogger("asynctrt")
 
