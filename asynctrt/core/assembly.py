@@ -516,7 +516,7 @@ def _specialise(parts: EngineParts, options: Options, named: Sequence[Mapping[st
             made = builder.build(
                 shape,
                 sizes,
-                threads_max=parts.capacity.contexts,
+                one_by_one=False,
                 cancellation=current(),
                 held_nbytes=held_nbytes(parts.pool),
             )

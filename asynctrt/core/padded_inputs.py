@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from asynctrt.core.inputs import Checked, InputCheck, Inputs
 from asynctrt.errors import InputError, show
 from asynctrt.options import Options
 from asynctrt.runtime.pad_sizes import Padding
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.key import FIXED_SHAPE, KEYS_KEPT_MAX, BatchKey
 from asynctrt.tensors import Array, Dims, TensorSpec, check_shape, split_shared
-
-FILLED_MAX: Final = 1024
-"""The most sets of masks and lengths to keep for later requests of the same shape."""
 
 
 class PaddedInputCheck(InputCheck):
@@ -33,6 +30,7 @@ class PaddedInputCheck(InputCheck):
         )
         with_rows = {spec.name for spec in self._with_rows}
         self._given_with_rows = tuple(spec for spec in self._given if spec.name in with_rows)
+        # Masks and lengths, for later requests of the same shape.
         self._kept: dict[tuple[int, Dims], dict[str, Array]] = {}
         self._changes = padding.changes
 
@@ -128,7 +126,7 @@ class PaddedInputCheck(InputCheck):
             rows = len(placed)
         kept = self._kept.get((rows, tuple(symbols.values())))
         if kept is None:
-            if len(self._kept) >= FILLED_MAX:
+            if len(self._kept) >= KEYS_KEPT_MAX:
                 self._kept.clear()
             self._padding.key_of(symbols)  # Refuse a dimension that is too long before allocating for it.
             kept = self._kept[rows, tuple(symbols.values())] = {

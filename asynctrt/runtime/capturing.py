@@ -13,9 +13,6 @@ from asynctrt.devices.base import Device, mib
 from asynctrt.errors import DeviceMemoryError, UsageError
 from asynctrt.runtime.graphs import Capture, CaptureCosts
 
-THREADS_MAX: Final = 64
-"""The most contexts that warm up at the same time."""
-
 SHARE_MAX: Final = 0.5
 """The share of the device's free memory that graphs may take: others use the device too."""
 
@@ -52,7 +49,7 @@ class Capturing(Generic[C]):
 
     :param shapes: the shapes of batches, rising; each size is captured for each shape.
     :param begin: begins the capture of a size of a shape on a context.
-    :param threads_max: how many contexts warm up at the same time.
+    :param one_by_one: whether contexts warm up one after the other.
     :param limit_nbytes: the device memory that all of it may take. Default: half of what is free.
     """
 
@@ -64,7 +61,7 @@ class Capturing(Generic[C]):
         shapes: Sequence[Hashable],
         begin: Callable[[C, Hashable, int], Capture],
         *,
-        threads_max: int = THREADS_MAX,
+        one_by_one: bool,
         limit_nbytes: int | None = None,
     ) -> None:
         self._device = device
@@ -72,7 +69,7 @@ class Capturing(Generic[C]):
         self._contexts = contexts
         self._shapes = shapes
         self._begin = begin
-        self._threads_max = threads_max
+        self._one_by_one = one_by_one
         self._limit_nbytes = limit_nbytes
         self._cancellation = current()
 
@@ -133,7 +130,7 @@ class Capturing(Generic[C]):
             self._warm_up(first, smaller, begun)
             self._check_share(room_nbytes, len(sizes))
             if others:
-                threads = min(len(others), self._threads_max)
+                threads = 1 if self._one_by_one else len(others)
                 with ThreadPoolExecutor(threads, "asynctrt-capture") as pool:
                     for done in [pool.submit(self._warm_up, context, batches, begun) for context in others]:
                         done.result()

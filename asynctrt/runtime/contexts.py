@@ -23,7 +23,7 @@ from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
 from asynctrt.options import BATCH_NBYTES_MAX
-from asynctrt.runtime.capturing import THREADS_MAX, Capturing, are_dense
+from asynctrt.runtime.capturing import Capturing, are_dense
 from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, wait_for
 from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.pad_sizes import Padding
@@ -662,7 +662,7 @@ class ContextPool:
                 self._shapes,
                 begin,
                 # Contexts may share an arena, in which no two may warm up at the same time.
-                threads_max=THREADS_MAX if arenas is None else 1,
+                one_by_one=arenas is not None,
             )
             sizes = self._sizes_taken(sizes)
             if not sizes:

@@ -17,11 +17,8 @@ from asynctrt._util.frozen import FrozenDict
 from asynctrt._util.pad_options import MASK, OFF
 from asynctrt.errors import InputError, OptionsError, show
 from asynctrt.options import Options
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.key import SHAPES_MAX, BatchKey
 from asynctrt.tensors import Array, Dims, TensorSpec, varying_dims
-
-FITS_MAX: Final = 4096
-"""The most shapes of requests to remember."""
 
 STEPS_WHERE_SHAPES_ARE_FREE: Final = 8
 """The number of sizes from one power of two to the next, if more shapes cost nothing, as on the host. Padding
@@ -185,7 +182,7 @@ class Padding:
         self._check_sources()
         self._cuts = {spec.name: spec.dims for spec in outputs if any(dim in self._dims for dim in spec.dims)}
         self._repeated = {dim for dims in self._same for dim in dims[1:]}
-        self.fit = lru_cache(FITS_MAX)(self._fit)
+        self.fit = lru_cache(SHAPES_MAX)(self._fit)
         """Returns how rows fit into a batch, given the dimensions of one row of each input."""
 
     @classmethod

@@ -316,14 +316,14 @@ class Builder:
         shape: Hashable,
         sizes: Sequence[int],
         *,
-        threads_max: int,
+        one_by_one: bool,
         cancellation: Cancellation,
         held_nbytes: int = 0,
     ) -> Specialised:
         """Build contexts of some batch sizes of a shape. Blocks.
 
         :param sizes: rising; fewer of them are built if not all fit.
-        :param threads_max: how many threads build contexts at the same time.
+        :param one_by_one: whether to build in this thread alone.
         :param held_nbytes: the device memory that other shapes hold, of the half of what was free at first.
         :raises NoGainError: if it would not pay off.
         :raises ExecutionError: if answers differ, or the model fails.
@@ -345,7 +345,7 @@ class Builder:
                     self._check_slabs(layout, limit_nbytes)
                     slabs = [site.lay_out(layout) for site in sites]
                     reference.bind(slabs[0])
-                    fit = partial(self._fit, shape, sites, reference, threads_max, limit_nbytes)
+                    fit = partial(self._fit, shape, sites, reference, limit_nbytes, one_by_one=one_by_one)
                     taken, is_captured = self._fill(shape, sites, sizes, reference, fit)
                 before_ns = {rows: reference.time_ns(rows) for rows in (taken[-1], taken[0])}
                 after_ns = {rows: sites[0].timed_ns(rows) for rows in taken}
@@ -400,10 +400,10 @@ class Builder:
         shape: Hashable,
         sites: Sequence[Site],
         reference: Reference,
-        threads_max: int,
         limit_nbytes: int,
         sizes: Sequence[int],
         *,
+        one_by_one: bool,
         is_direct: bool,
     ) -> tuple[int, ...]:
         """Fill the sites with contexts of as many sizes as fit, and return these."""
@@ -421,7 +421,7 @@ class Builder:
             [first] if is_shared else sites,
             [shape],
             begin,
-            threads_max=threads_max,
+            one_by_one=one_by_one,
             limit_nbytes=limit_nbytes,
         )
         taken = capturing.fit(sizes)[0]

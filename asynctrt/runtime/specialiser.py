@@ -183,7 +183,7 @@ class Specialiser:
         start_ns = clock.now_ns()
         try:
             self._built = self._builder.build(
-                shape, sizes, threads_max=1, cancellation=deadline, held_nbytes=held_nbytes(self._pool)
+                shape, sizes, one_by_one=True, cancellation=deadline, held_nbytes=held_nbytes(self._pool)
             )
         except Exception as raised:
             # Its frames refer to what was closed.

@@ -323,8 +323,8 @@ def test_dimensions_that_are_the_same():
 
 
 def test_what_is_remembered_of_shapes_is_bounded(monkeypatch):
-    monkeypatch.setattr("asynctrt.runtime.pad_sizes.FITS_MAX", 8)
-    monkeypatch.setattr("asynctrt.core.padded_inputs.FILLED_MAX", 8)
+    monkeypatch.setattr("asynctrt.runtime.pad_sizes.SHAPES_MAX", 8)
+    monkeypatch.setattr("asynctrt.core.padded_inputs.KEYS_KEPT_MAX", 8)
     found = padding({"n": 100}, {"mask": "mask"}, TWO)
     check = PaddedInputCheck(TWO, found)
     for n in range(50):
