@@ -68,7 +68,7 @@ class Settings(TypedDict, total=False):
     arenas: int | None
     lanes: int | None
     graphs: str | Sequence[int]
-    pad: Mapping[str, int | Sequence[int] | str] | str | None
+    pad: Mapping[str, int | Sequence[int]] | str | None
     pad_with: Mapping[str, int | float | str] | None
     runtime: Runtime | None
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
@@ -123,7 +123,7 @@ ONNX: Final = Check(
 )
 PAD: Final = Check(
     "sizes ≥ 1 by the names of dimensions, such as {'sequence': (32, 64, 128)}, or a list of "
-    "'NAME=32,64,128'; instead of sizes, or of all of it, 'auto' or 'auto:512'; or 'off'",
+    "'NAME=32,64,128'; or 'off'",
     sizes_of,
 )
 PAD_WITH: Final = Check(
@@ -234,15 +234,14 @@ class Options:
         If they would take more than half of the free memory, every second size is left out. ``off``: none.
         Each size of each context takes a separate execution context, and its memory.""",
     )
-    pad: Mapping[str, int | Sequence[int] | str] | str | None = setting(
+    pad: Mapping[str, int | Sequence[int]] | str | None = setting(
         default=None,
         check=PAD.or_none,
         doc="""Sizes that dimensions are padded to, by their names in the model, such as
         ``{"sequence": (32, 64, 128)}``, so that rows of different lengths share batches; outputs are cut back
-        where they have the dimension. ``auto`` instead of sizes: powers of two (on the host also
-        seven sizes between any two), and ``auto:512`` up to 512; ``pad="auto"``: for every dimension that
-        varies. On the command line ``NAME=32,64,128``, once for each. Default: as ``auto``, for every
-        dimension whose padding with 0 changed no answer when the engine was opened. ``off``: no padding.""",
+        where they have the dimension. On the command line ``NAME=32,64,128``, once for each. Default: powers
+        of two (on the host also seven sizes between any two), for every dimension whose padding with 0
+        changed no answer when the engine was opened. ``off``: no padding.""",
     )
     pad_with: Mapping[str, int | float | str] | None = setting(
         default=None,
@@ -322,7 +321,7 @@ class Options:
         if self.pad_with is not None and self.pad in (None, OFF):
             raise OptionsError(
                 "pad_with says what to pad with, but pad is missing. Give the sizes too, such as "
-                "pad={'sequence': (32, 64, 128)}, or pad='auto'"
+                "pad={'sequence': (32, 64, 128)}"
             )
         self._check_deterministic()
         for name in ("arenas", "lanes"):
@@ -352,12 +351,6 @@ class Options:
         return self.batching == "deterministic"
 
     @property
-    def pads_by_choice(self) -> bool:
-        """Whether the engine chooses any of the sizes that dimensions are padded to."""
-        pad = {} if self.pad == OFF else self.pad
-        return isinstance(pad, str) or any(isinstance(sizes, str) for sizes in (pad or {}).values())
-
-    @property
     def filled(self) -> frozenset[str]:
         """The inputs that callers may leave out because the engine fills them: masks and lengths."""
         given = self.pad_with or {}
@@ -366,11 +359,6 @@ class Options:
     def _check_deterministic(self) -> None:
         if not self.is_deterministic:
             return
-        if self.pads_by_choice:
-            raise OptionsError(
-                "with batching='deterministic' an answer depends only on its request's own rows, but with "
-                f"pad={show(self.pad)} the size that they are padded to depends on other requests. Give sizes"
-            )
         for name in ("contexts", "arenas", "lanes"):
             if getattr(self, name) not in (None, 1):
                 raise OptionsError(

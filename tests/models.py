@@ -1,6 +1,7 @@
 """Models for the tests: ONNX graphs made here, and Python functions."""
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -165,14 +166,17 @@ def double(inputs, outputs):
     outputs["output"][...] = 2 * inputs["input"]
 
 
-def double_model(function=double, dims=(4,), **kw):
+def double_model(function=double, dims=(4,), *, rows_fixed=None, rows_max=None, **kw):
     """``output = 2 * input`` as a Python function."""
-    return FunctionModel(
+    model = FunctionModel(
         function,
         inputs=TensorSpec("input", FLOAT, dims),
         outputs=TensorSpec("output", FLOAT, dims),
         **kw,
     )
+    if rows_fixed or rows_max:
+        model.capabilities = replace(model.capabilities, rows_fixed=rows_fixed, rows_max=rows_max)
+    return model
 
 
 def failing_model(**kw):

@@ -5,31 +5,38 @@ from typing import Any, Final
 
 from asynctrt._util.frozen import FrozenDict
 from asynctrt._util.validation import as_int, sizes_in
+from asynctrt.errors import OptionsError
 
 MASK: Final = "mask"
 LENGTH: Final = "length"
-AUTO: Final = "auto"
 OFF: Final = "off"
 
+AUTO_REMOVED: Final = (
+    "pad='auto' was removed: by default rows are padded where that changes no answer. Elsewhere give sizes: "
+    "pad={'length': (32, 64, 128)}"
+)
 
-def sizes_of(given: Any) -> str | FrozenDict[str, tuple[int, ...] | str]:
+
+def sizes_of(given: Any) -> str | FrozenDict[str, tuple[int, ...]]:
     """Return the sizes of each dimension in rising order, from a mapping or a list of ``NAME=32,64,128``.
 
-    If the engine chooses the sizes, they stay a text: ``auto``, or ``auto:512`` for sizes up to 512. Such a
-    text instead of the mapping applies to all dimensions. ``off`` instead of the mapping: none is padded. A
-    name may be several names joined by ``=``, for a model that has several names for the dimension.
+    ``off`` instead of the mapping: no dimension is padded. A name may be several names joined by ``=``, for a
+    model that has several names for the dimension.
 
     :raises TypeError, ValueError: for anything else.
+    :raises OptionsError: for ``auto``, which earlier releases had.
     """
-    if isinstance(given, list | tuple) and len(given) == 1 and (given[0] == OFF or _is_auto(given[0])):
-        given = given[0]  # A command line flag that was given once.
-    if given == OFF:
+    if given in (OFF, [OFF], (OFF,)):
         return OFF
     if _is_auto(given):
-        return _auto(given)
-    found: dict[str, tuple[int, ...] | str] = {}
+        raise OptionsError(AUTO_REMOVED)
+    found = {}
     for name, sizes in _named(given).items():
-        found[name] = _auto(sizes) if _is_auto(sizes) else _sizes(sizes)
+        if _is_auto(sizes):
+            raise OptionsError(AUTO_REMOVED)
+        found[name] = tuple(
+            sorted(set(sizes_in(sizes if isinstance(sizes, str | list | tuple) else [sizes])))
+        )
     return FrozenDict(found)
 
 
@@ -47,12 +54,6 @@ def shapes_of(given: Any) -> tuple[FrozenDict[str, tuple[int, ...]], ...]:
         named = _named(part.split() if isinstance(part, str) else part)
         found.append(FrozenDict({name: _dims(dims) for name, dims in named.items()}))
     return tuple(dict.fromkeys(found))
-
-
-def auto_limit(given: str) -> int | None:
-    """Return the largest size that the option lets the engine choose; ``None`` for no limit."""
-    limit = given.partition(":")[2]
-    return int(limit) if limit else None
 
 
 def values_of(given: Any) -> FrozenDict[str, int | float | str]:
@@ -73,10 +74,6 @@ def values_of(given: Any) -> FrozenDict[str, int | float | str]:
     return FrozenDict(found)
 
 
-def _sizes(given: Any) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes_in(given if isinstance(given, str | list | tuple) else [given]))))
-
-
 def _dims(given: Any) -> tuple[int, ...]:
     if isinstance(given, str):
         text = given.strip("()[] ").rstrip(",").replace("x", ",")
@@ -88,17 +85,9 @@ def _dims(given: Any) -> tuple[int, ...]:
 
 
 def _is_auto(given: Any) -> bool:
-    return isinstance(given, str) and given.partition(":")[0].strip() == AUTO
-
-
-def _auto(given: str) -> str:
-    """Return the text in its normal form."""
-    _, colon, limit = given.partition(":")
-    if not colon:
-        return AUTO
-    if int(limit) < 1:
-        raise ValueError
-    return f"{AUTO}:{int(limit)}"
+    if isinstance(given, list | tuple) and len(given) == 1:
+        given = given[0]  # A command line flag that was given once.
+    return isinstance(given, str) and given.partition(":")[0].strip() == "auto"
 
 
 def _named(given: Any) -> dict[str, Any]:

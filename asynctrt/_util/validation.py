@@ -51,8 +51,8 @@ _GATE: Final = (
 REMOVED_OPTIONS: Final = {
     "arena_size": "every arena has room for the largest batch of any profile",
     "batch_axis": "onnx={'batch_axis': {...}} says so of an ONNX model",
-    "batch_sizes": "give them to FunctionModel or @asynctrt.batch; for an ONNX model write "
-    "onnx={'batch_sizes': (1, 4)}, and for a plan graphs=(1, 4)",
+    "batch_sizes": "give them to FunctionModel or @asynctrt.batch; for other models write graphs=(1, 4), or "
+    "graphs='off' for none",
     "build": "tensorrt={'build': {...}} has the options of a build",
     "check_finite": "check inputs before the call: numpy.isfinite(rows).all()",
     "deterministic": "batching='deterministic' does the same",

@@ -5,7 +5,7 @@ batch at a time, and several contexts run concurrently.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
@@ -61,11 +61,9 @@ class Capabilities:
     """The smallest batch the model accepts for some shape of its inputs."""
     rows_max: int | None = None
     """The largest batch the model accepts, or ``None`` for no limit."""
-    batch_sizes: tuple[int, ...] | None = ()
-    """The allowed batch sizes, ascending, to which batches are padded; empty for any size.
-
-    ``None`` lets the engine choose, if it measures that changes of size are slow.
-    """
+    batch_sizes: tuple[int, ...] = ()
+    """The only batch sizes that it may see, ascending, to which batches are padded; empty for any size. Each
+    is run beforehand, in the thread that runs it later."""
     alone: str = ""
     """The reason why each request runs alone; empty if requests share batches."""
     doubt: str = ""
@@ -103,13 +101,8 @@ class Capabilities:
     """Whether it knows the sizes of its dynamic dimensions: ``ranges_of``."""
     is_per_stream: bool = False
     """Whether each context is created for one stream: ``create_context_on``."""
-    needs_sizes: bool = False
-    """Whether it must see its batch sizes only, and each in the thread that ran it beforehand."""
     shapes_beforehand: tuple[tuple[tuple[str, int], ...], ...] = ()
     """If dimensions vary, the shapes to run each batch size of beforehand, as sizes of dimensions by name."""
-    keeps_sizes_apart: bool = False
-    """Whether its contexts may be slow on a batch of another size than the previous one, and each is a
-    :class:`PreparedContext`."""
     has_host_twin: bool = False
     """Whether it also exists on the host: ``host_twin``."""
     has_whole: bool = False
@@ -194,14 +187,7 @@ class Model(Protocol):
         """Release the weights. Idempotent; all contexts are closed first."""
 
 
-class PreparedContext(ExecutionContext, Protocol):
-    """A context of a model that keeps batch sizes apart."""
-
-    def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Keep separate state for batches of each of these sizes from now on, and drop all other state."""
-
-
-class TracedContext(PreparedContext, Protocol):
+class TracedContext(ExecutionContext, Protocol):
     """A context of a traced model. Each of its bindings is a :class:`TracedBinding`."""
 
     def settle(self) -> None:

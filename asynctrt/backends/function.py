@@ -23,7 +23,6 @@ from asynctrt.errors import (
     DeviceUnavailableError,
     ExecutionError,
     ModelError,
-    OptionsError,
     describe,
     show,
 )
@@ -108,13 +107,11 @@ class FunctionModel(ModelBase):
 
     :param function: called with the inputs of the batch, or with its inputs and outputs.
     :param inputs: one or several specs; likewise ``outputs``.
-    :param rows_fixed: the only batch size that the function accepts; ``None`` if it accepts any.
-    :param rows_max: the largest batch that the function accepts; ``None`` for no limit.
     :param run_on: where a plain function runs: ``thread`` or ``loop``. A coroutine function is awaited on the
         loop regardless.
     :param batch_sizes: the only batch sizes that the function is to see, rising, such as ``(1, 4, 16, 64)``.
     :raises OptionsError: for any other ``run_on``, and for batch sizes that are not whole numbers in rising
-        order or that ``rows_fixed`` or ``rows_max`` contradicts.
+        order.
     :raises ModelError: for an output dimension that no input determines, for an argument that is not a
         function or spec, and for a function that is a generator or accepts neither one argument nor two.
     """
@@ -126,8 +123,6 @@ class FunctionModel(ModelBase):
         inputs: TensorSpec | Sequence[TensorSpec],
         outputs: TensorSpec | Sequence[TensorSpec],
         name: str | None = None,
-        rows_fixed: int | None = None,
-        rows_max: int | None = None,
         run_on: FunctionRunsOn = "thread",
         batch_sizes: Sequence[int] | None = None,
     ) -> None:
@@ -144,9 +139,9 @@ class FunctionModel(ModelBase):
                     f"{show(spec)} is not a TensorSpec: inputs and outputs are one or several, such as "
                     'asynctrt.TensorSpec("x", "float32", (4,))'
                 )
-        self.capabilities = replace(self.capabilities, rows_fixed=rows_fixed, rows_max=rows_max)
         if batch_sizes is not None:
-            self._size(BATCH_SIZES("batch_sizes", batch_sizes))
+            sizes = BATCH_SIZES("batch_sizes", batch_sizes)
+            self.capabilities = replace(self.capabilities, batch_sizes=sizes, rows_max=sizes[-1])
         self.platform = "python"
         refuse_generators(function)
         # A key for durations: batches take about equally long on all contexts of a model, and other models
@@ -167,22 +162,6 @@ class FunctionModel(ModelBase):
 
     def __repr__(self) -> str:
         return f"<FunctionModel {self.name}>"
-
-    def _size(self, sizes: tuple[int, ...]) -> None:
-        its = self.capabilities
-        if its.rows_fixed is not None:
-            raise OptionsError(
-                f"batch_sizes is {sizes}, and rows_fixed says that {self.name!r} accepts only batches of "
-                f"{its.rows_fixed} rows. Leave one of them out"
-            )
-        if its.rows_max not in (None, sizes[-1]):
-            raise OptionsError(
-                f"rows_max of {self.name!r} is {its.rows_max}, and the largest of batch_sizes {sizes} is "
-                f"{sizes[-1]}, which is the largest batch. Leave rows_max out"
-            )
-        self.capabilities = replace(
-            its, batch_sizes=sizes, rows_max=sizes[-1], needs_sizes=True, keeps_sizes_apart=True
-        )
 
     def create_context(self, device: Device) -> "FunctionContext":
         if device.name != "host":
@@ -210,9 +189,6 @@ class FunctionContext:
     def __init__(self, model: FunctionModel, loop: asyncio.AbstractEventLoop | None) -> None:
         self._model = model
         self._loop = loop
-
-    def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Do nothing: the libraries that the function uses keep what they prepare for a size."""
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]

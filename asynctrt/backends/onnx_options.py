@@ -29,13 +29,9 @@ TENSORRT: Final = "TensorrtExecutionProvider"
 NO_FALLBACK: Final = "session.disable_cpu_ep_fallback"
 """The session configuration entry with which no node may run on the CPU provider."""
 
-OURS: Final = {
-    CUDA: {"device_id", "enable_cuda_graph", "user_compute_stream"},
-    TENSORRT: {"device_id", "trt_cuda_graph_enable", "user_compute_stream"},
-    "NvTensorRTRTXExecutionProvider": {"enable_cuda_graph", "user_compute_stream"},
-    "ROCMExecutionProvider": {"enable_hip_graph", "user_compute_stream"},
-}
-"""Options that only the engine may set: otherwise answers would be read too early, or captured twice."""
+OURS: Final = frozenset({"device_id", "enable_cuda_graph", "user_compute_stream"})
+"""Options of the CUDA provider that only the engine may set: otherwise answers would be read too early, or
+captured twice."""
 
 PACKAGE: Final = re.compile(r"[A-Za-z_]\w*")
 """The name of a Python package, in place of the path of a library."""
@@ -105,13 +101,6 @@ def _names(given: Any) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _batch_sizes(given: Any) -> tuple[int, ...]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise TypeError
-    check = count(1)
-    return tuple(sorted({check("batch_sizes", size) for size in given}))
-
-
 ENTRIES: Final = Check(
     "names and values, each a text or a number, such as {'session.intra_op.allow_spinning': '0'}",
     lambda given: _named(given, _entry),
@@ -135,7 +124,6 @@ SHAPES: Final = Check(
     "the dimensions of a row by the names of inputs, such as {'images': (3, 640, 640)}, or a list of such",
     shapes_of,
 )
-BATCH_SIZES: Final = Check("several whole numbers, such as (4, 16)", _batch_sizes)
 
 
 @documented
@@ -174,11 +162,10 @@ class OnnxOptions:
         default=(),
         check=PROVIDERS,
         doc="""Execution providers, in order of preference: names, pairs of a name and its options, or a
-        mapping of names to options. On the host device: any that takes and returns CPU memory. On a
-        GPU: ``TensorrtExecutionProvider``, ``CUDAExecutionProvider`` and ``CPUExecutionProvider``; the second
-        is always used. The engine itself sets ``device_id``, ``user_compute_stream`` and graphs. A provider
-        that is missing, or does not load, is an error. Default: ``CPUExecutionProvider`` and, on a GPU,
-        ``CUDAExecutionProvider`` before it.""",
+        mapping of names to options. On the host device: any that takes and returns CPU memory. On a GPU:
+        ``CUDAExecutionProvider``, which is always used, and ``CPUExecutionProvider``. The engine itself sets
+        ``device_id``, ``user_compute_stream`` and graphs. A provider that is missing, or does not load, is an
+        error. Default: ``CPUExecutionProvider`` and, on a GPU, ``CUDAExecutionProvider`` before it.""",
     )
 
     custom_ops: tuple[str, ...] = setting(
@@ -220,29 +207,16 @@ class OnnxOptions:
         model that needs operators on the CPU is refused.""",
     )
 
-    batch_sizes: tuple[int, ...] | None = setting(
-        default=None,
-        check=BATCH_SIZES.or_none,
-        doc="""On a GPU, the batch sizes to run, each with a separate session in each context, to which
-        others are padded; ``()``: all sizes, with one session and no graphs. Default: powers of two and one
-        between any two of them, captured as CUDA graphs; without graphs only if a batch of another size than
-        the one before takes much longer, as with convolutions, which cuDNN plans anew then (since ONNX
-        Runtime 1.20). Where rows vary, and ``pad`` does not name up to eight shapes: 1, 2, 4, 8, 16, 24, 32,
-        48 and so on for shapes that recur, and for all others if the model has convolutions.""",
-    )
-
     __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         validate(self)
-        for name, options in self.providers:
-            ours = OURS.get(name, set())
-            if not ours.isdisjoint(options):
-                raise OptionsError(
-                    f"providers: {', '.join(sorted(ours))} of {name} are the engine's to give, as it waits "
-                    "for batches on its own stream, and captures them. Choose the GPU with device, and what "
-                    "is captured with graphs"
-                )
+        if not OURS.isdisjoint(self.of_provider(CUDA)):
+            raise OptionsError(
+                f"providers: {', '.join(sorted(OURS))} of {CUDA} are the engine's to give, as it waits for "
+                "batches on its own stream, and captures them. Choose the GPU with device, and what is "
+                "captured with graphs"
+            )
         for library in self.custom_ops:
             if not PACKAGE.fullmatch(library) and not Path(library).is_file():
                 raise OptionsError(

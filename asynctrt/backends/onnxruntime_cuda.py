@@ -30,7 +30,6 @@ from asynctrt.backends.onnxruntime_errors import Meaning, meaning_of
 from asynctrt.backends.onnxruntime_session import (
     LOG_FATAL_ONLY,
     check_available,
-    check_loaded,
     ort,
     session_options,
 )
@@ -134,15 +133,14 @@ class OnnxCudaModel(StreamedOnnxModel):
                 f"{self.name!r} has strings or Python values ({', '.join(texts)}), which do not lie on a "
                 "GPU. Open it with device='host'"
             )
-        # Copies to the host are only known once the batch is enqueued, and TensorRT's operations on a
-        # capturing stream are not known at all.
-        can_capture = not self.capabilities.brings_outputs and not self._has_tensorrt
+        # Copies to the host are only known once the batch is enqueued.
+        can_capture = not self.capabilities.brings_outputs
         # The sizes of outputs must be known: from the inputs, or from a session with fixed sizes.
         is_known = set(varying_dims(self.inputs)).issuperset(varying_dims(self.outputs))
         self.capabilities = dataclasses.replace(
             self.capabilities,
             is_capturable=can_capture and is_known,
-            is_specialisable=can_capture and self.options.batch_sizes != (),
+            is_specialisable=can_capture,
         )
 
     def host_twin(self) -> OnnxModel:
@@ -163,7 +161,6 @@ class OnnxCudaModel(StreamedOnnxModel):
             settings = dataclasses.replace(
                 self.options,
                 providers=(),
-                batch_sizes=None,
                 session_config={name: value for name, value in config if name != NO_FALLBACK},
                 intra_op_num_threads=cores(),
             )
@@ -187,10 +184,6 @@ class OnnxCudaModel(StreamedOnnxModel):
         else:
             return self._read
         return self.source.load(options, [(CUDA, {"device_id": str(self._device.ordinal)}), (CPU, {})])
-
-    @property
-    def _has_tensorrt(self) -> bool:
-        return any(name == TENSORRT for name, _ in self.options.providers)
 
     def check_device(self, device: Device) -> None:
         """Check that the device is the GPU that the model was loaded for; it may be a different object."""
@@ -250,8 +243,7 @@ class OnnxCudaModel(StreamedOnnxModel):
     def _share_weights(self, settings: Mapping[str, str], device: CudaDevice, stream: CudaStream) -> None:
         """Before the first session is loaded, put the weights on the GPU for all sessions."""
         self._was_optimised = True
-        # Models compiled by TensorRT cannot be written to a file.
-        if self._has_tensorrt or not self._is_large():
+        if not self._is_large():
             return
 
         def load(options: ort.SessionOptions) -> ort.InferenceSession:
@@ -288,8 +280,6 @@ class OnnxCudaModel(StreamedOnnxModel):
                 f"ONNX Runtime {ort.__version__} could not load its CUDA provider for {self.name!r}, most "
                 "often since CUDA's libraries are missing: pip install 'asynctrt[gpu]'"
             )
-        if self._has_tensorrt:
-            check_loaded(session, [TENSORRT], repr(self.name))
         self._tell_of_nodes(session)
         return session
 
@@ -297,9 +287,6 @@ class OnnxCudaModel(StreamedOnnxModel):
         self, what: str | bytes | None, options: ort.SessionOptions, settings: Mapping[str, str]
     ) -> ort.InferenceSession:
         providers: list[Any] = [(CUDA, settings)]
-        if self._has_tensorrt:
-            ours = {name: settings[name] for name in ("device_id", "user_compute_stream")}
-            providers.insert(0, (TENSORRT, ours | self.options.of_provider(TENSORRT)))
         if self.options.allows_cpu:
             # ONNX Runtime refuses options that both name the CPU provider and forbid its use.
             providers.append((CPU, self.options.of_provider(CPU)))
@@ -334,13 +321,10 @@ class OnnxCudaModel(StreamedOnnxModel):
             return
         self._has_told = True
         self.capabilities = dataclasses.replace(self.capabilities, changes_slowly=True)
-        ask = getattr(session, "get_provider_graph_assignment_info", None)
-        if ask is None:
-            return  # An older version.
         with suppress(Exception):  # Results do not depend on it.
             nodes = [
                 (str(part.ep_name), str(node.op_type), str(node.name))
-                for part in ask()
+                for part in session.get_provider_graph_assignment_info()
                 for node in part.get_nodes()
             ]
             self._random = tuple(sorted({kind for _, kind, _ in nodes} & RANDOM))
@@ -519,11 +503,16 @@ def _check_providers(options: OnnxOptions) -> None:
 
     :raises OptionsError: if not.
     """
-    names = [name for name, _ in options.providers if name not in (TENSORRT, CUDA, CPU)]
+    names = [name for name, _ in options.providers if name not in (CUDA, CPU)]
+    if TENSORRT in names:
+        raise OptionsError(
+            f"{TENSORRT} would build an engine for each session. Leave it out: runtime='tensorrt' builds a "
+            "plan once, and keeps it"
+        )
     if names:
         raise OptionsError(
             f"{' and '.join(names)} cannot be used with a GPU of the engine's: "
-            f"rows lie in its memory, which {TENSORRT}, {CUDA} and {CPU} take. Open the model with "
+            f"rows lie in its memory, which {CUDA} and {CPU} take. Open the model with "
             "device='host', where rows lie in memory of the CPU"
         )
 
@@ -545,11 +534,10 @@ def check_provider() -> None:
 @cache
 def _preload() -> None:
     """Load CUDA's libraries from pip packages if possible, and suppress ONNX Runtime's warnings."""
-    if hasattr(ort, "preload_dlls"):
-        # It prints the libraries that it does not find, although the system's loader may find them later.
-        with redirect_stdout(StringIO()) as said:
-            ort.preload_dlls()
-        logger.debug("onnxruntime.preload_dlls: %s", said.getvalue().strip() or "all was found")
+    # It prints the libraries that it does not find, although the system's loader may find them later.
+    with redirect_stdout(StringIO()) as said:
+        ort.preload_dlls()
+    logger.debug("onnxruntime.preload_dlls: %s", said.getvalue().strip() or "all was found")
     # For each session it warns, through the process-wide logger, that the provider is not a plugin. An
     # application that wants its warnings can set the level after opening a model.
     ort.set_default_logger_severity(LOG_ERRORS)

@@ -218,9 +218,10 @@ def check_host_providers(providers: Providers) -> None:
     """
     for name, _ in providers:
         if name in (CUDA, TENSORRT):
+            instead = "the same options" if name == CUDA else "runtime='tensorrt'"
             raise OptionsError(
                 f"{name} runs on a GPU, where rows are copied by the engine: open the model with "
-                "device='cuda:0' and the same options"
+                f"device='cuda:0' and {instead}"
             )
 
 

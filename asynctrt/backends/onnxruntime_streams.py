@@ -19,7 +19,7 @@ import math
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -41,7 +41,7 @@ class StreamedOnnxModel(OnnxModel):
     :param path: as for :class:`OnnxModel`, but not a session, because each stream needs its own.
     """
 
-    capabilities = replace(OnnxModel.capabilities, is_per_stream=True, is_traced=True, keeps_sizes_apart=True)
+    capabilities = replace(OnnxModel.capabilities, is_per_stream=True, is_traced=True, enqueue_may_block=True)
 
     def __init__(
         self,
@@ -52,9 +52,6 @@ class StreamedOnnxModel(OnnxModel):
         super().__init__(path, options)
         # That session was only needed to read names and types.
         super().close()
-        self.capabilities = replace(
-            self.capabilities, batch_sizes=self.options.batch_sizes, enqueue_may_block=True
-        )
         self._sessions: WeakSet[StreamSession] = WeakSet()
         # Sessions load one at a time, so that each can measure the device memory that it took.
         self._loading = threading.Lock()
@@ -252,9 +249,7 @@ class StreamSession:
 
 
 class StreamContext:
-    """A context with the sessions of its stream. It loads a missing session at the first batch.
-
-    It has one session, plus one for each batch size that is kept apart.
+    """A context with a session on its stream, which it loads at the first batch at the latest.
 
     :param sizes: the sizes of dimensions that are fixed in this context, by their names in the file.
     """
@@ -265,8 +260,7 @@ class StreamContext:
         self._model = model
         self.device = device
         self._sizes = sizes or {}
-        self._sessions: dict[int, StreamSession] = {}
-        self._apart: frozenset[int] = frozenset()
+        self._session: StreamSession | None = None
         # The bindings still in use: a pool drops bindings that it has not used for long.
         self._bindings: WeakSet[StreamBinding] = WeakSet()
         self._closed = False
@@ -274,43 +268,32 @@ class StreamContext:
     def __repr__(self) -> str:
         return f"<StreamContext {self._model.name} {'closed' if self._closed else 'open'}>"
 
-    def load(self, stream: Stream, rows: int = 0) -> StreamSession:
-        """Return the session for batches of ``rows`` on ``stream``, and load it if needed."""
+    def load(self, stream: Stream) -> StreamSession:
+        """Return the session on ``stream``, and load it if needed."""
         assert not self._closed, "a closed context runs nothing"
-        number = rows if rows in self._apart else 0
-        session = self._sessions.get(number)
-        if session is None:
-            session = self._sessions[number] = self._model.start_session(self.device, stream, self._sizes)
-        assert session.handle == stream.handle, "a context runs on one stream"
-        return session
+        if self._session is None:
+            self._session = self._model.start_session(self.device, stream, self._sizes)
+        assert self._session.handle == stream.handle, "a context runs on one stream"
+        return self._session
 
     def told_sizes(self) -> dict[str, int]:
         """Return the sizes of the outputs' dimensions that follow from the sizes of this context."""
-        session, found = self._sessions[0], dict[str, int]()
-        for spec, shape in zip(self._model.outputs, session.output_shapes, strict=True):
+        assert self._session is not None, "it is created with its session"
+        found: dict[str, int] = {}
+        for spec, shape in zip(self._model.outputs, self._session.output_shapes, strict=True):
             own = [size for at, size in enumerate(shape) if at != spec.axis]
             pairs = zip(spec.dims, own, strict=False)
             found |= {dim: size for dim, size in pairs if isinstance(dim, str) and isinstance(size, int)}
         return found
 
-    def settle(self) -> None:
-        """Finish what runs have left to do, and free their memory. Blocks."""
-        for session in self._sessions.values():
-            session.settle()
+    def settle(self, binding: Any = None) -> None:
+        """Finish what runs have left to do, and free their memory. Blocks.
 
-    def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Give batches of each of these sizes a separate session. Call this while nothing runs.
-
-        Sessions of other sizes are ended, except the first one.
+        :param binding: as for :meth:`StreamSession.settle`.
+        :raises ExecutionError: if the batch of that binding does not come to rest.
         """
-        self._apart = frozenset(sizes)
-        self._leave({0, *sizes})
-
-    def _leave(self, kept: Collection[int]) -> None:
-        for binding in tuple(self._bindings):
-            binding.forget()
-        for number in [number for number in self._sessions if number not in kept]:
-            self._sessions.pop(number).close()
+        if self._session is not None and not self._session.settle(binding) and binding is not None:
+            raise ExecutionError(f"{self._session!r} does not come to rest")
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
@@ -321,11 +304,13 @@ class StreamContext:
         return binding
 
     def close(self) -> None:
-        """Drop the bindings, and end the sessions. Idempotent."""
-        if self._closed:
-            return
+        """Drop the bindings, and end the session. Idempotent."""
         self._closed = True
-        self._leave(())
+        for binding in tuple(self._bindings):
+            binding.forget()
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
 
 class StreamBinding:
@@ -341,7 +326,7 @@ class StreamBinding:
         self._inputs = inputs
         self._outputs = outputs
         self._kinds = tuple((memory.name, memory.dtype, memory.dims, memory.axis) for memory in inputs)
-        self._bound: dict[int, tuple[StreamSession, Any]] = {}
+        self._bound: dict[int, Any] = {}
         self._unbound = {
             index: UnboundOutput(spec, context.device)
             for index, (spec, memory) in enumerate(outputs)
@@ -359,15 +344,14 @@ class StreamBinding:
             raise failed
 
     def _enqueue(self, rows: int, stream: Stream) -> None:
-        session = self._context.load(stream, rows)
+        session = self._context.load(stream)
         if stream.is_capturing:
             _check_can_be_captured(session)
         if session.read_on_cpu:
             self._wait_for_rows(stream)
-        known, binding = self._bound.get(rows, (None, None))
-        if known is not session:
-            binding = self._bind(session, rows)
-            self._bound[rows] = session, binding
+        binding = self._bound.get(rows)
+        if binding is None:
+            binding = self._bound[rows] = self._bind(session, rows)
         else:
             if session.read_on_cpu:
                 self._bind_inputs(session, binding, rows, session.read_on_cpu)
@@ -387,9 +371,8 @@ class StreamBinding:
 
         :raises ExecutionError: if that does not succeed.
         """
-        for session, binding in self._bound.values():
-            if not session.settle(binding):
-                raise ExecutionError(f"{session!r} does not come to rest")
+        for binding in self._bound.values():
+            self._context.settle(binding)
 
     def forget(self) -> None:
         """Drop all bindings."""

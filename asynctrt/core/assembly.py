@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, cast
 
 from asynctrt._util.cancellation import current
-from asynctrt.backends.base import CapableModel, Model, ranged_model
+from asynctrt.backends.base import CapableModel, Model
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
@@ -27,12 +27,11 @@ from asynctrt.errors import AsynctrtError, DeviceLostError, InputError, ModelErr
 from asynctrt.options import BATCH_NBYTES_MAX, MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.calibration import Calibration, calibrate
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
-from asynctrt.runtime.pad_sizes import Limits, Padding
+from asynctrt.runtime.pad_sizes import STEPS_WHERE_SHAPES_ARE_FREE, Padding
 from asynctrt.runtime.prepare import few_sizes, sizes_up_to
 from asynctrt.runtime.shares import join_device
-from asynctrt.runtime.sizes import STEPS_WHERE_SHAPES_ARE_FREE
 from asynctrt.runtime.specialised import Builder
-from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
+from asynctrt.runtime.specialiser import SHAPES_MAX, Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out
 from asynctrt.scheduling.company import MixedSizes
 from asynctrt.scheduling.concurrency import Lanes
@@ -42,9 +41,6 @@ from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.statistics import TRUSTED, Batching
 from asynctrt.tensors import Dims, split_shared
-
-SHAPES_MAX: Final = 8
-"""The most shapes to capture graphs for: the graphs of each shape take the same memory again."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -73,7 +69,7 @@ class Capacity:
         contexts = options.contexts or max(device.contexts_default, options.arenas or 0)
         if options.is_deterministic:
             contexts = 1
-        if model.capabilities.needs_sizes and model.capabilities.occupies_device:
+        if model.capabilities.batch_sizes and model.capabilities.occupies_device:
             contexts = min(contexts, device.concurrency)  # Two in one thread would block each other.
         asked, contexts = contexts, min(contexts, model.capabilities.contexts_max or contexts)
         arenas = min(options.arenas or contexts, contexts)
@@ -124,7 +120,7 @@ class Capacity:
         if fixed is not None:
             return fixed
         limit = model.capabilities.rows_max
-        if model.capabilities.needs_sizes:
+        if model.capabilities.batch_sizes:
             return _largest(model, options)
         if limit is not None and (options.max_rows or 0) > limit:
             raise OptionsError(
@@ -143,13 +139,9 @@ class Capacity:
         if options.is_deterministic:
             return (rows_max,)
         least = model.capabilities.rows_min
-        batch_sizes = model.capabilities.batch_sizes
-        if options.graphs == "auto" and model.capabilities.keeps_sizes_apart:
-            # Empty batch sizes ask for one session that runs all sizes, so capture no size.
-            return () if batch_sizes == () else few_sizes(batch_sizes, rows_max, between_min=2)
         if options.graphs == "auto":
-            is_fixed = all(spec.is_fixed for spec in model.inputs)
-            sizes = sizes_up_to(rows_max) if is_fixed else few_sizes(None, rows_max)
+            is_fixed = model.capabilities.is_traced or all(spec.is_fixed for spec in model.inputs)
+            sizes = sizes_up_to(rows_max) if is_fixed else few_sizes((), rows_max)
             return tuple(sorted({least, *(rows for rows in sizes if rows > least)}))
         sizes = tuple(int(rows) for rows in options.graphs)
         if sizes[-1] > rows_max or sizes[0] < least:
@@ -170,7 +162,6 @@ def _largest(model: Model, options: Options) -> int:
     :raises OptionsError: if the options contradict it.
     """
     sizes = model.capabilities.batch_sizes
-    assert sizes
     largest = sizes[-1]
     if options.max_rows not in (None, largest):
         raise OptionsError(
@@ -235,7 +226,7 @@ class EngineParts:
         """
         found = Calibration()
         is_divided = options.weight is not None and self.is_pipelined
-        changes = self.pool.may_grow and self.model.capabilities.changes_slowly
+        changes = not self.pool.captured.sizes and self.model.capabilities.changes_slowly
         if getattr(self.device, "holds_batches", False):
             found = self.calibration
         elif options.lanes is None or is_divided or changes:
@@ -253,7 +244,7 @@ class EngineParts:
         if found.padding is not None:
             self.pool.padding = found.padding
             for sizes in found.padding.chosen.values():
-                sizes.steps = _steps_on(self.device)
+                sizes.steps = STEPS_WHERE_SHAPES_ARE_FREE if self.device.is_parallel else 1
         return dataclasses.replace(self, padding=found.padding or self.padding, times=found.times)
 
     def create_scheduler(self, options: Options) -> Scheduler:
@@ -342,7 +333,7 @@ class EngineParts:
         if self.builder is None:
             return None
         model = self.model
-        sizes_of = partial(sizes_of_shape, self.capacity, model, self.shapes)
+        sizes_of = partial(sizes_of_shape, self.capacity, self.shapes)
         return Specialiser(
             loop,
             repr(model.name),
@@ -371,9 +362,9 @@ class EngineParts:
         return 0
 
 
-def sizes_of_shape(capacity: Capacity, model: Model, shapes: Shapes, shape: Hashable) -> tuple[int, ...]:
+def sizes_of_shape(capacity: Capacity, shapes: Shapes, shape: Hashable) -> tuple[int, ...]:
     """Return the batch sizes to build for a shape, rising."""
-    return few_sizes(capacity.graphs_named or model.capabilities.batch_sizes, shapes.limit(shape))
+    return few_sizes(capacity.graphs_named, shapes.limit(shape))
 
 
 class ModelProfiles:
@@ -520,12 +511,12 @@ def _specialise(parts: EngineParts, options: Options, named: Sequence[Mapping[st
         )
         return
     for shape in dict.fromkeys(key.shape for key in keys):
-        sizes = sizes_of_shape(parts.capacity, model, parts.shapes, shape)
+        sizes = sizes_of_shape(parts.capacity, parts.shapes, shape)
         try:
             made = builder.build(
                 shape,
                 sizes,
-                threads_max=parts.capacity.contexts,
+                one_by_one=False,
                 cancellation=current(),
                 held_nbytes=held_nbytes(parts.pool),
             )
@@ -559,7 +550,7 @@ def _shapes_to_capture(
 ) -> tuple[Hashable, ...]:
     """Return all shapes to run before the first request, if there are few and a batch of each holds
     ``rows_max`` rows."""
-    if padding is None or not (capacity.graphs or model.capabilities.needs_sizes):
+    if padding is None or not (capacity.graphs or model.capabilities.batch_sizes):
         return ()
     known = padding.shapes
     if len(known) > SHAPES_MAX:
@@ -571,11 +562,6 @@ def _shapes_to_capture(
     return known if is_right else ()
 
 
-def _steps_on(device: Device) -> int:
-    """Return the number of sizes to pad to from one power of two to the next."""
-    return STEPS_WHERE_SHAPES_ARE_FREE if device.is_parallel else 1
-
-
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Create the parts of a model's engine on a device."""
     capacity = Capacity.of(model, device, options, shared)
@@ -584,9 +570,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             f"weight divides the time of {device.name!r}, and {model.name!r} takes none: it awaits what is "
             "computed elsewhere. Leave it out"
         )
-    ranged = ranged_model(model)
-    limits = Limits(None if ranged is None else ranged.ranges_of, _steps_on(device))
-    padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options, limits)
+    padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:
@@ -618,8 +602,10 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             padding=padding,
             shapes=_shapes_to_capture(model, padding, capacity, shapes),
         )
-        if not pool.prepared and pool.may_grow and not options.is_deterministic:
-            pool.prepared = _few_sizes(model, capacity.rows_max)
+        is_free = model.capabilities.rows_fixed is None and not (is_alone(model) or options.is_deterministic)
+        if is_free and model.capabilities.changes_slowly and not pool.prepared:
+            # Few sizes, so that no more of them are planned anew than need be.
+            pool.prepared = tuple(sorted({*pool.captured.sizes, *few_sizes((), capacity.rows_max)}))
         shapes.restrict(pool.prepared)
         builder = _builder(model, device, options, capacity, pool)
         if builder is not None:
@@ -642,13 +628,6 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
     return EngineParts(
         device, model, pool, arenas, shapes, capacity, owned=own, padding=padding, builder=builder
     )
-
-
-def _few_sizes(model: Model, rows_max: int) -> tuple[int, ...]:
-    """Return the few sizes that batches of any shape are padded to; empty if changes of size are fast."""
-    if not model.capabilities.changes_slowly or is_alone(model):
-        return ()
-    return () if model.capabilities.batch_sizes == () else few_sizes(model.capabilities.batch_sizes, rows_max)
 
 
 def _builder(

@@ -353,8 +353,6 @@ def _padded_samples(
                 arrays, _, padded = check.validate(named)
             except AsynctrtError:
                 continue
-            if padding.chosen:  # A row may be padded far more, beside longer ones.
-                padded = padded._replace(shape=padding.key_of(sample.symbols).shape)
             given = padded._replace(shape=tuple(symbols.items()))
             if given.shape != padded.shape:
                 yield arrays, given, padded

@@ -13,21 +13,27 @@ import numpy as np
 from asynctrt._util import clock
 from asynctrt.backends.base import Model, ranged_model
 from asynctrt.runtime.contexts import ContextPool
-from asynctrt.runtime.pad_sizes import Limits, Padding
-from asynctrt.runtime.probe import INTEGERS, NoRowsError, Probe, Sample, differing, made_up, said_of
+from asynctrt.runtime.pad_sizes import Padding, Sizes
+from asynctrt.runtime.probe import (
+    INTEGERS,
+    ON_GPU,
+    SIZE_TOLERANCE,
+    NoRowsError,
+    Probe,
+    Sample,
+    differing,
+    made_up,
+    said_of,
+)
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.tensors import Array, TensorSpec, split_shared
 
 TOLERANCE: Final = 1e-3
 TOLERANCE_OF_HALVES: Final = 2e-2
-ON_GPU: Final = 10
-"""The allowed difference of a value, relative to the largest of its output, on the host and on a GPU.
-Libraries choose other algorithms for other sizes; padding that a model sees changes far more if there is much
-of it."""
-
-TOLERANCE_OF_EXTREMES: Final = 0.05
-"""As above, for a row of extreme values, which amplify rounding."""
+"""The allowed difference of a value on the host, relative to the largest of its output. Libraries choose
+other algorithms for other sizes; padding that a model sees changes far more if there is much of it. For a row
+of extreme values, which amplify rounding, it is :data:`SIZE_TOLERANCE`."""
 
 GROWTH: Final = 4
 """The factor from one size that is tried to the next."""
@@ -93,13 +99,13 @@ class Lengths:
         self._on_host, self._is_twin = on_host, is_twin
         self._inputs = split_shared(model.inputs)[0]
         ranged = ranged_model(model)
-        self._limits = Limits(None if ranged is None else ranged.ranges_of)
+        self._ranges_of = None if ranged is None else ranged.ranges_of
         self._times: list[tuple[int, int]] = []
         self._guesses: Guesses = ()
 
     def find(self) -> Found:
         """Return the dimensions to pad, after running made-up rows on a device where any row may run."""
-        groups = Padding.groups_of(self._inputs, self._limits)
+        groups = Padding.groups_of(self._inputs, self._ranges_of)
         shared = split_shared(self._model.inputs)[1]
         if not groups or any(spec.dtype.hasobject or spec.kind != "tensor" for spec in self._model.inputs):
             return Found()
@@ -139,10 +145,7 @@ class Lengths:
                 self._model.name,
                 self._inputs,
                 outputs,
-                dict.fromkeys(groups, "auto"),
-                {},
-                self._limits,
-                is_default=True,
+                {group: Sizes.within(group.split("="), self._ranges_of) for group in groups},
             )
             self._pool.padding = padding
             try:
@@ -348,7 +351,7 @@ class Lengths:
 
     def _tolerance(self, case: Case, number: int) -> float:
         if case.rows[number][0] == "e":
-            return TOLERANCE_OF_EXTREMES
+            return SIZE_TOLERANCE
         is_half = any(spec.dtype.kind == "f" and spec.dtype.itemsize == 2 for spec in self._model.outputs)
         return (TOLERANCE_OF_HALVES if is_half else TOLERANCE) * (1 if self._on_host or is_half else ON_GPU)
 
@@ -361,7 +364,7 @@ class Lengths:
 
     def _least(self, dim: str) -> int:
         """Return the smallest size of a dimension that the model supports."""
-        ranges = () if self._limits.ranges_of is None else self._limits.ranges_of(dim)
+        ranges = () if self._ranges_of is None else self._ranges_of(dim)
         return min((least for least, _ in ranges), default=1)
 
 

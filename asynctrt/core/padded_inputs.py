@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from asynctrt.core.inputs import Checked, InputCheck, Inputs
 from asynctrt.errors import InputError, show
 from asynctrt.options import Options
 from asynctrt.runtime.pad_sizes import Padding
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.key import FIXED_SHAPE, KEYS_KEPT_MAX, BatchKey
 from asynctrt.tensors import Array, Dims, TensorSpec, check_shape, split_shared
-
-FILLED_MAX: Final = 1024
-"""The most sets of masks and lengths to keep for later requests of the same shape."""
 
 
 class PaddedInputCheck(InputCheck):
@@ -33,6 +30,7 @@ class PaddedInputCheck(InputCheck):
         )
         with_rows = {spec.name for spec in self._with_rows}
         self._given_with_rows = tuple(spec for spec in self._given if spec.name in with_rows)
+        # Masks and lengths, for later requests of the same shape.
         self._kept: dict[tuple[int, Dims], dict[str, Array]] = {}
         self._changes = padding.changes
 
@@ -57,12 +55,12 @@ class PaddedInputCheck(InputCheck):
         key = self._padding.key_of(symbols) if symbols else FIXED_SHAPE
         if self._keeps_shapes:
             return BatchKey(tuple(symbols.items()))
-        if self._padding.chosen and self._check_key is not None:
+        if self._padding.is_default and self._check_key is not None:
             try:
                 self._check_key(key)
             except InputError:
                 # Each padded size fits a profile, but no profile fits them all. The given sizes may fit one.
-                return self._padding.key_of(symbols, as_given=True)
+                return BatchKey(tuple(symbols.items()))
         return key
 
     def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
@@ -73,9 +71,6 @@ class PaddedInputCheck(InputCheck):
         if self._padding.is_default:
             return super().key_of(self._shapes_of(dims))
         key = super().key_of_dims(dims)
-        if self._padding.chosen:
-            shapes = [tuple(dims.get(spec.name, spec.dims)) for spec in self.specs]
-            key = self._padding.key_of(self.symbols(shapes), as_given=True)  # type: ignore[arg-type]
         assert isinstance(key.shape, tuple)
         sizes = dict(key.shape)
         for name, given in dims.items():
@@ -100,10 +95,6 @@ class PaddedInputCheck(InputCheck):
             symbols = self.symbols([array.shape[1:] for array in arrays])
             if self._padding.is_default:
                 return arrays, rows, key._replace(shape=tuple(symbols.items()))
-            if self._padding.chosen:
-                key = self._padding.key_of(symbols, as_given=True)._replace(on_device=True)
-                if self._check_key is not None:
-                    self._check_key(key)
             if key.shape != tuple(symbols.items()):
                 raise InputError(
                     f"rows on the device are not padded: they have {show(symbols)}, and the engine runs "
@@ -135,7 +126,7 @@ class PaddedInputCheck(InputCheck):
             rows = len(placed)
         kept = self._kept.get((rows, tuple(symbols.values())))
         if kept is None:
-            if len(self._kept) >= FILLED_MAX:
+            if len(self._kept) >= KEYS_KEPT_MAX:
                 self._kept.clear()
             self._padding.key_of(symbols)  # Refuse a dimension that is too long before allocating for it.
             kept = self._kept[rows, tuple(symbols.values())] = {

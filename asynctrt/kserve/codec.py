@@ -23,7 +23,7 @@ from asynctrt.kserve.datatypes import (
     read_tensor,
     size_of,
 )
-from asynctrt.tensors import Array, InferResult, TensorSpec, check_shape, too_many_rows, varying_dims
+from asynctrt.tensors import Array, InferResult, TensorSpec, check_shape, too_many_rows
 
 LAYOUTS_MAX: Final = 256
 """Layouts cached for each model."""
@@ -188,11 +188,8 @@ class ModelCodec:
         self.rows_max = rows_max
         self.json_max = json_max
         self.answer_max = answer_max
-        if pad == "off":
-            pad = None
-        if isinstance(pad, str):
-            pad = dict.fromkeys(varying_dims(inputs), pad)
-        self._pad = {dim.strip(): sizes for dims, sizes in (pad or {}).items() for dim in dims.split("=")}
+        pad = {} if pad is None or isinstance(pad, str) else pad
+        self._pad = {dim.strip(): sizes for dims, sizes in pad.items() for dim in dims.split("=")}
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._layouts: dict[Any, RequestLayout] = {}
@@ -328,7 +325,7 @@ def _raw_numbers_of(
     return tuple(found)
 
 
-def symbols_of(inputs: Sequence[PlacedTensor], pad: Mapping[str, Sequence[int] | str]) -> dict[str, int]:
+def symbols_of(inputs: Sequence[PlacedTensor], pad: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return the sizes of the open dimensions, after padding."""
     symbols: dict[str, int] = {}
     for spec, shape, _, _ in inputs:
@@ -337,12 +334,8 @@ def symbols_of(inputs: Sequence[PlacedTensor], pad: Mapping[str, Sequence[int] |
     for dim, sizes in pad.items():
         if dim not in symbols:
             continue
-        if isinstance(sizes, str):
-            # The engine chooses these sizes at run time, at roughly the next power of two.
-            symbols[dim] = 1 << (symbols[dim] - 1).bit_length()
-        else:
-            larger = [size for size in sizes if size >= symbols[dim]]
-            symbols[dim] = min(larger, default=symbols[dim])  # The engine refuses larger sizes.
+        larger = [size for size in sizes if size >= symbols[dim]]
+        symbols[dim] = min(larger, default=symbols[dim])  # The engine refuses larger sizes.
     return symbols
 
 

@@ -9,13 +9,15 @@ from typing import Final, Generic, Protocol, TypeVar
 from asynctrt._util import clock
 from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model
-from asynctrt.devices.base import Device
+from asynctrt.devices.base import Device, mib
 from asynctrt.errors import DeviceMemoryError, UsageError
 from asynctrt.runtime.graphs import Capture, CaptureCosts
-from asynctrt.runtime.prepare import as_many_as_fit, check_share
 
-THREADS_MAX: Final = 64
-"""The most contexts that warm up at the same time."""
+SHARE_MAX: Final = 0.5
+"""The share of the device's free memory that graphs may take: others use the device too."""
+
+FEWEST: Final = 4
+"""Give up if fewer sizes than this do not fit."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -47,7 +49,7 @@ class Capturing(Generic[C]):
 
     :param shapes: the shapes of batches, rising; each size is captured for each shape.
     :param begin: begins the capture of a size of a shape on a context.
-    :param threads_max: how many contexts warm up at the same time.
+    :param one_by_one: whether contexts warm up one after the other.
     :param limit_nbytes: the device memory that all of it may take. Default: half of what is free.
     """
 
@@ -59,7 +61,7 @@ class Capturing(Generic[C]):
         shapes: Sequence[Hashable],
         begin: Callable[[C, Hashable, int], Capture],
         *,
-        threads_max: int = THREADS_MAX,
+        one_by_one: bool,
         limit_nbytes: int | None = None,
     ) -> None:
         self._device = device
@@ -67,7 +69,7 @@ class Capturing(Generic[C]):
         self._contexts = contexts
         self._shapes = shapes
         self._begin = begin
-        self._threads_max = threads_max
+        self._one_by_one = one_by_one
         self._limit_nbytes = limit_nbytes
         self._cancellation = current()
 
@@ -93,15 +95,24 @@ class Capturing(Generic[C]):
 
     def fit(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], list[CaptureCosts]]:
         """Capture as many of the sizes as fit, as :meth:`run` does."""
-        return as_many_as_fit(self._model.name, tuple(sizes), self._attempt)
-
-    def _attempt(self, sizes: Sequence[int]) -> list[CaptureCosts]:
-        try:
-            return self._side_by_side(sizes)
-        except DeviceMemoryError:
-            for context in self._contexts:
-                context.forget_captured()
-            raise
+        sizes = tuple(sizes)
+        while True:
+            try:
+                return sizes, self._side_by_side(sizes)
+            except DeviceMemoryError as error:
+                for context in self._contexts:
+                    context.forget_captured()
+                if len(sizes) < FEWEST:
+                    raise
+                fewer = sizes[-1::-2][::-1]
+                logger.info(
+                    "%r: there is no room for %d batch sizes, but perhaps for %d: %s",
+                    self._model.name,
+                    len(sizes),
+                    len(fewer),
+                    error,
+                )
+                sizes = fewer
 
     def _side_by_side(self, sizes: Sequence[int]) -> list[CaptureCosts]:
         """Warm up the sizes on one context, then on the others in parallel, and capture them.
@@ -117,16 +128,9 @@ class Capturing(Generic[C]):
             room_nbytes = self._device.memory().room_nbytes
             costs = [first.keep_captured(*largest, self._warmed_up(first, *largest))]
             self._warm_up(first, smaller, begun)
-            check_share(
-                self._device,
-                room_nbytes,
-                len(self._contexts),
-                f"graphs of {len(sizes)} batch sizes of {self._model.name!r}",
-                "Name the sizes that matter most in graphs",
-                self._limit_nbytes,
-            )
+            self._check_share(room_nbytes, len(sizes))
             if others:
-                threads = min(len(others), self._threads_max)
+                threads = 1 if self._one_by_one else len(others)
                 with ThreadPoolExecutor(threads, "asynctrt-capture") as pool:
                     for done in [pool.submit(self._warm_up, context, batches, begun) for context in others]:
                         done.result()
@@ -137,6 +141,23 @@ class Capturing(Generic[C]):
         finally:
             for *_, capture in begun:
                 capture.close()
+
+    def _check_share(self, room_nbytes: int, sizes: int) -> None:
+        """Check that all contexts together fit into their share of memory, after one has its graphs.
+
+        :param room_nbytes: the free memory before.
+        :raises DeviceMemoryError: if they would take more than their share.
+        """
+        contexts = len(self._contexts)
+        taken_nbytes = max(room_nbytes - self._device.memory().room_nbytes, 0)
+        limit_nbytes = int(room_nbytes * SHARE_MAX) if self._limit_nbytes is None else self._limit_nbytes
+        if not self._device.unified and taken_nbytes * contexts > limit_nbytes:
+            raise DeviceMemoryError(
+                f"graphs of {sizes} batch sizes of {self._model.name!r} take {mib(taken_nbytes)} in one "
+                f"context, and in {contexts} of them more than their share, {mib(limit_nbytes)} of "
+                f"{mib(room_nbytes)} that were free. Name the sizes that matter most in graphs, or use fewer "
+                "contexts"
+            )
 
     def _batches(self, sizes: Sequence[int]) -> list[tuple[Hashable, int]]:
         """Return the shapes and rows to capture on each context, the largest first."""

@@ -16,7 +16,6 @@ from asynctrt._util.cancellation import current
 from asynctrt.backends.base import (
     Binding,
     Model,
-    PreparedContext,
     create_context_on,
 )
 from asynctrt.devices.arenas import Arena, Arenas
@@ -24,7 +23,7 @@ from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
 from asynctrt.options import BATCH_NBYTES_MAX
-from asynctrt.runtime.capturing import THREADS_MAX, Capturing, are_dense
+from asynctrt.runtime.capturing import Capturing, are_dense
 from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, wait_for
 from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.pad_sizes import Padding
@@ -452,8 +451,8 @@ class ContextPool:
                 self._make_slabs()
                 if graphs and model.capabilities.is_capturable:
                     self._capture(graphs)
-            if prepares and model.capabilities.rows_fixed is None and model.capabilities.keeps_sizes_apart:
-                self._restrict(model, rows_max, is_fixed=is_fixed)
+            if prepares and model.capabilities.rows_fixed is None:
+                self._restrict(model, rows_max)
         except BaseException:
             self.close(UNDO_S)
             raise
@@ -587,7 +586,7 @@ class ContextPool:
 
     def _make_contexts(self, contexts: int) -> None:
         """Create one to measure its memory, and the others only if enough is left for each."""
-        keeps_thread = contexts == 1 or self._model.capabilities.needs_sizes
+        keeps_thread = contexts == 1 or bool(self._model.capabilities.batch_sizes)
         for index in range(contexts):
             arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
@@ -619,33 +618,29 @@ class ContextPool:
                 slab = context.slab(shape, self.layout)
                 slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
 
-    def _restrict(self, model: Model, rows_max: int, *, is_fixed: bool) -> None:
-        """Restrict batches to a few sizes, if the model asks for it or changing the size takes long."""
+    def _restrict(self, model: Model, rows_max: int) -> None:
+        """Restrict batches to the sizes that the model asks for, or to captured ones that suffice."""
         its = model.capabilities
-        if are_dense(self.captured.sizes, rows_max):
-            self.prepared = self.captured.sizes
-        elif its.needs_sizes:
-            self.prepared = its.batch_sizes or ()
+        if its.batch_sizes:
+            self.prepared = its.batch_sizes
             if getattr(self._device, "holds_batches", False):
                 return
             for shape in (*self._shapes, *its.shapes_beforehand):
-                self._prepare(model, shape, rows_max)
-        elif is_fixed:
-            self.prepared = self._prepare(model, FIXED_SHAPE.shape, rows_max)
+                self._prepare(model, shape)
+        elif its.is_traced and are_dense(self.captured.sizes, rows_max):
+            self.prepared = self.captured.sizes
 
-    def _prepare(self, model: Model, shape: Hashable, rows_max: int) -> tuple[int, ...]:
-        """Prepare batch sizes of a shape in each context; return them."""
+    def _prepare(self, model: Model, shape: Hashable) -> None:
+        """Prepare the model's batch sizes of a shape in each context."""
         places = []
         for context in self.contexts:
             slab = context.slab(shape, self.layout)
             if slab.binding is None:
                 slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
-            owner = cast("PreparedContext", context.context)
-            inputs = (*slab.inputs, *slab.shared) if model.capabilities.needs_sizes else ()
+            inputs = (*slab.inputs, *slab.shared)
             numbers = tuple(array for array in inputs if not array.dtype.hasobject)
-            end = context.untimed.computed
-            places.append(Place(owner, slab.binding, context.stream, end, current(), numbers))
-        return prepare(self._device, model, places, rows_max)
+            places.append(Place(slab.binding, context.stream, context.untimed.computed, current(), numbers))
+        prepare(self._device, model, places)
 
     def _capture(self, sizes: Sequence[int]) -> None:
         """Capture the sizes on every context, or no size: without graphs, batches run call by call.
@@ -667,7 +662,7 @@ class ContextPool:
                 self._shapes,
                 begin,
                 # Contexts may share an arena, in which no two may warm up at the same time.
-                threads_max=THREADS_MAX if arenas is None else 1,
+                one_by_one=arenas is not None,
             )
             sizes = self._sizes_taken(sizes)
             if not sizes:
@@ -705,7 +700,7 @@ class ContextPool:
         """
         shape = self._shapes[-1]
         sizes = self._sizes_taken([max(largest // 2, 1), largest])
-        if self._model.capabilities.keeps_sizes_apart or len(set(sizes)) < 2:
+        if self._model.capabilities.is_traced or len(set(sizes)) < 2:
             return 0
         context = self.contexts[0]
         binding = context.slab(shape, self.layout).binding

@@ -4,23 +4,78 @@ Arrays stay as their callers gave them until they are written into a slab. Until
 batch has the sizes to pad to. Outputs are cut back to the sizes of each request.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from asynctrt._util.pad_options import MASK, OFF, auto_limit
+from asynctrt._util.frozen import FrozenDict
+from asynctrt._util.pad_options import MASK, OFF
 from asynctrt.errors import InputError, OptionsError, show
 from asynctrt.options import Options
-from asynctrt.runtime.sizes import Sizes, merged
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.key import SHAPES_MAX, BatchKey
 from asynctrt.tensors import Array, Dims, TensorSpec, varying_dims
 
-FITS_MAX: Final = 4096
-"""The most shapes of requests to remember."""
+STEPS_WHERE_SHAPES_ARE_FREE: Final = 8
+"""The number of sizes from one power of two to the next, if more shapes cost nothing, as on the host. Padding
+a row to the next size then adds at most an eighth to it. Rows of neighbouring sizes share batches if that
+pays off."""
+
+RangesOf = Callable[[str], Sequence[tuple[int, int]]]
+"""Returns the range of sizes of a dimension in each profile of the model."""
+
+
+class Sizes:
+    """Sizes that the engine chooses to pad a dimension to, as far as the model supports them.
+
+    :param ranges: the smallest and largest sizes of the ranges that the model supports; all sizes if empty.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]] = ()) -> None:
+        self._ranges = merged(ranges)
+        self.steps = 1
+        """How many sizes there are from one power of two to the next."""
+        self.proven: int | None = None
+        """The largest size that is known to run. No row is padded beyond it; ``None`` if any size runs."""
+
+    @classmethod
+    def within(cls, dims: Sequence[str], ranges_of: RangesOf | None) -> "Sizes":
+        """Return the sizes for dimensions that share them, within the profiles of the model."""
+        if ranges_of is None:
+            return cls()
+        each = zip(*[ranges_of(dim) for dim in dims], strict=True)
+        return cls([(max(least for least, _ in same), min(most for _, most in same)) for same in each])
+
+    def __repr__(self) -> str:
+        return f"<Sizes of {self._ranges or 'any'}, {self.steps} from one power of two to the next>"
+
+    @property
+    def largest(self) -> int | None:
+        """The largest size that the model supports; ``None`` if there is no limit."""
+        return self._ranges[-1][1] if self._ranges else None
+
+    def rounded(self, size: int) -> int | None:
+        """Return the size to pad a row to; ``None`` if it is beyond the largest size."""
+        power = 1 << (size - 1).bit_length() if size > 1 else 1
+        step = max(power // 2 // self.steps, 1)
+        padded = max(-(-size // step) * step, 1)
+        if not self._ranges:
+            return padded if self.proven is None else min(padded, max(size, self.proven))
+        for least, most in self._ranges:
+            if size <= most:
+                return min(max(padded, least), most)
+        return None
+
+    def ran(self, size: int) -> bool:
+        """Note that rows of a size ran; return whether this changes the sizes to pad to."""
+        if self.proven is None or size <= self.proven or self._ranges:
+            return False
+        self.proven = size
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +110,13 @@ class Fit(NamedTuple):
     """For each output to cut back, the part of the batch's rows without padding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of the sizes that the engine chooses, besides the options."""
-
-    ranges_of: Callable[[str], Sequence[tuple[int, int]]] | None = None
-    """Returns the range of sizes of a dimension in each profile of the model."""
-    steps: int = 1
-    """How many sizes there are from one power of two to the next."""
-
-
 class Padding:
     """The dimensions and inputs to pad for one model, and the values to pad with.
 
-    :param pad: the sizes of each dimension to pad, rising; ``auto`` if the engine chooses them. ``auto``
-        instead of the mapping is for all dynamic dimensions.
+    :param pad: the sizes of each dimension to pad, rising. If no option asks for it, and the engine chooses
+        them, :class:`Sizes`; rows that cannot be padded then run as they are given.
     :param pad_with: the number to pad an input with. Default: 0. The engine fills an input with ``mask`` or
         ``length``.
-    :param is_default: whether no option asked for it. Rows that cannot be padded then run as they are given.
     :raises OptionsError: for names that the model does not have, and values that do not fit.
     """
 
@@ -81,23 +125,17 @@ class Padding:
         name: str,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
-        pad: Mapping[str, Any] | str,
-        pad_with: Mapping[str, int | float | str],
-        limits: Limits,
-        *,
-        is_default: bool = False,
+        pad: Mapping[str, Any],
+        pad_with: Mapping[str, int | float | str] = FrozenDict(),
     ) -> None:
         self._name = name
-        self.is_default = is_default
         self._inputs = tuple(inputs)
         varying = varying_dims(inputs)
         self._varying, self._names = varying, set(varying)
-        if isinstance(pad, str):
-            pad = self._for_all(pad, varying)
         groups = {names: tuple(name.strip() for name in names.split("=")) for names in pad}
         self._same = list(groups.values())
         self._dims: dict[str, Any] = {dim: pad[names] for names, dims in groups.items() for dim in dims}
-        """The option's value for each dimension to pad."""
+        """The sizes of each dimension to pad."""
         named = [name for names in self._same for name in names]
         if len(self._dims) != len(named):
             twice = next(name for name in named if named.count(name) > 1)
@@ -115,14 +153,12 @@ class Padding:
                 f"pad_with names the input {unknown[0]!r}, but the inputs of {name!r} are: "
                 f"{', '.join(map(repr, by_name))}"
             )
-        self.chosen = {
-            dims: self._sizes_within(dims, pad[names], pad_with, by_name, limits)
-            for names, dims in groups.items()
-            if isinstance(pad[names], str)
+        self.chosen: dict[tuple[str, ...], Sizes] = {
+            dims: pad[names] for names, dims in groups.items() if isinstance(pad[names], Sizes)
         }
-        """The sizes that the options leave to the engine. A key has the names of all dimensions that share
-        them."""
-        self._chosen_of = {dim: sizes for dims, sizes in self.chosen.items() for dim in dims}
+        """The sizes that the options leave to the engine: all of them or none. A key has the names of all
+        dimensions that share them."""
+        self.is_default = bool(self.chosen)
         self.changes = 0
         """How often rows of some size have become padded to another one."""
         self.filled = tuple(
@@ -146,7 +182,8 @@ class Padding:
         self._check_sources()
         self._cuts = {spec.name: spec.dims for spec in outputs if any(dim in self._dims for dim in spec.dims)}
         self._repeated = {dim for dims in self._same for dim in dims[1:]}
-        self._fits: dict[tuple[Dims, ...], Fit | None] = {}
+        self.fit = lru_cache(SHAPES_MAX)(self._fit)
+        """Returns how rows fit into a batch, given the dimensions of one row of each input."""
 
     @classmethod
     def of(
@@ -155,20 +192,20 @@ class Padding:
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         options: Options,
-        limits: Limits = Limits(),
     ) -> "Padding | None":
         """Return the padding that the options ask for; ``None`` if they ask for no padding."""
         if not options.pad or options.pad == OFF:
             return None
-        return cls(name, inputs, outputs, options.pad, options.pad_with or {}, limits)
+        assert isinstance(options.pad, Mapping), "it was converted by its check"
+        return cls(name, inputs, outputs, options.pad, options.pad_with or FrozenDict())
 
     @staticmethod
-    def groups_of(inputs: Sequence[TensorSpec], limits: Limits) -> list[str]:
+    def groups_of(inputs: Sequence[TensorSpec], ranges_of: RangesOf | None) -> list[str]:
         """Return the dimensions that may be padded by default, as the option ``pad`` names them.
 
         Dimensions without names count as one if the model supports the same sizes of all of them.
         """
-        ranges_of = limits.ranges_of or (lambda _: ())
+        ranges_of = ranges_of or (lambda _: ())
         varying = varying_dims(inputs)
         nameless = _nameless(inputs)
         named = [dim for dim in varying if dim not in nameless]
@@ -182,7 +219,7 @@ class Padding:
     @property
     def shapes(self) -> tuple[Hashable, ...]:
         """All shapes of batches, as in their keys; empty unless the options give all dimensions' sizes."""
-        if self.chosen or not self._dims.keys() >= set(self._varying):
+        if self.is_default or not self._dims.keys() >= set(self._varying):
             return ()
         shapes = []
         for sizes in product(*(self._dims[dims[0]] for dims in self._same)):
@@ -190,10 +227,9 @@ class Padding:
             shapes.append(tuple((dim, size_of[dim]) for dim in self._varying))
         return tuple(shapes)
 
-    def key_of(self, symbols: Mapping[str, int], *, as_given: bool = False) -> BatchKey:
+    def key_of(self, symbols: Mapping[str, int]) -> BatchKey:
         """Return the key of batches for rows of these sizes, each rounded up to the next size to pad to.
 
-        :param as_given: do not round dimensions whose sizes the engine chooses.
         :raises InputError: for a size above the largest, and if dimensions that must be equal differ.
         """
         if self.is_default and not self._fits_all(symbols):
@@ -204,11 +240,10 @@ class Padding:
                     f"{' and '.join(map(repr, names))} are padded as one dimension, given "
                     f"{', '.join(str(symbols.get(dim)) for dim in names)}. Give them the same size"
                 )
-        kept = self._chosen_of if as_given else ()
         return BatchKey(
             tuple(
                 [
-                    (dim, self._rounded(dim, size) if dim in self._dims and dim not in kept else size)
+                    (dim, self._rounded(dim, size) if dim in self._dims else size)
                     for dim, size in symbols.items()
                 ]
             )
@@ -217,7 +252,7 @@ class Padding:
     def _fits_all(self, symbols: Mapping[str, int]) -> bool:
         """Return whether rows of these sizes can be padded."""
         return self.knows(tuple(symbols.items())) and all(
-            self._chosen_of[names[0]].rounded(symbols[names[0]]) is not None for names in self._same
+            sizes.rounded(symbols[dims[0]]) is not None for dims, sizes in self.chosen.items()
         )
 
     def knows(self, shape: Hashable) -> bool:
@@ -246,8 +281,8 @@ class Padding:
         """Note that a batch of a shape ran: from now on, other rows may be padded to its sizes."""
         assert isinstance(shape, tuple)
         for dim, size in shape:
-            if dim in self._chosen_of:
-                self.changes += self._chosen_of[dim].ran(size)
+            if isinstance(sizes := self._dims.get(dim), Sizes):
+                self.changes += sizes.ran(size)
 
     def pads(self, dim: str) -> bool:
         """Return whether a dimension is padded."""
@@ -255,28 +290,18 @@ class Padding:
 
     def sizes_given(self, dim: str) -> tuple[int, ...]:
         """Return the sizes that the options give for a dimension, rising; empty if they give none."""
-        given = () if dim in self._chosen_of else self._dims.get(dim, ())
-        return tuple(map(int, given))
+        return () if self.is_default else tuple(map(int, self._dims.get(dim, ())))
 
     def units_of(self, shape: Hashable) -> int:
         """Return the cost of a row of this shape in units: the product of its dynamic sizes."""
         assert isinstance(shape, tuple)
         return prod([size for dim, size in shape if dim not in self._repeated])
 
-    def fit(self, dims: tuple[Dims, ...]) -> Fit | None:
+    def _fit(self, dims: tuple[Dims, ...]) -> Fit | None:
         """Return how rows fit into a batch, given the dimensions of one row of each input.
 
         :returns: ``None`` if the inputs contradict each other.
         """
-        try:
-            return self._fits[dims]
-        except KeyError:
-            if len(self._fits) >= FITS_MAX:
-                self._fits.clear()
-            found = self._fits[dims] = self._fit(dims)
-            return found
-
-    def _fit(self, dims: tuple[Dims, ...]) -> Fit | None:
         if any(len(given) != len(spec.dims) for spec, given in zip(self._inputs, dims, strict=True)):
             return None
         sizes = {dim: dims[number][axis - 1] for dim, (number, axis) in self.sources.items()}
@@ -293,85 +318,22 @@ class Padding:
         )
 
     def _rounded(self, dim: str, given: int) -> int:
-        number, axis = self.sources[dim]
-        name = self._inputs[number].name
-        what = f"input {name!r} has size {given} on axis {axis} ({dim!r}), which this engine pads to"
-        if (chosen := self._chosen_of.get(dim)) is not None:
-            if (found := chosen.rounded(given)) is not None:
-                return found
-            raise InputError(
-                f"{what} at most {chosen.largest}, as pad={{{dim!r}: {self._dims[dim]!r}}} and the "
-                "model say. Shorten it"
-            )
         sizes = self._dims[dim]
+        if isinstance(sizes, Sizes):
+            return sizes.rounded(given) or given
         for size in sizes:
             if size >= given:
                 return int(size)
+        number, axis = self.sources[dim]
         raise InputError(
-            f"{what} {', '.join(map(str, sizes))}: {sizes[-1]} is the most. Shorten it, or open the "
+            f"input {self._inputs[number].name!r} has size {given} on axis {axis} ({dim!r}), which this "
+            f"engine pads to {', '.join(map(str, sizes))}: {sizes[-1]} is the most. Shorten it, or open the "
             f"engine with a larger size: pad={{{dim!r}: (..., {given})}}"
         )
-
-    def _for_all(self, pad: str, varying: Sequence[str]) -> dict[str, str]:
-        """Return the mapping ``pad`` with the same value for all dynamic dimensions."""
-        if not varying:
-            raise OptionsError(
-                f"pad={pad!r} is for dimensions that vary, and {self._name!r} has none besides its rows. "
-                "Leave it out"
-            )
-        # Dimensions without names may have to be equal: a mask is as long as its text.
-        nameless = _nameless(self._inputs)
-        if len({dim.rpartition(".")[0] for dim in nameless}) > 1:
-            raise OptionsError(
-                f"pad={show(pad)} cannot tell which of {', '.join(map(repr, nameless))} are the same, as the "
-                f"model has no names for them. Write pad={{{'='.join(nameless)!r}: {pad!r}}} if they are, "
-                "and each by itself if not"
-            )
-        return dict.fromkeys(varying, pad)
-
-    def _sizes_within(
-        self,
-        dims: Sequence[str],
-        given: str,
-        pad_with: Mapping[str, int | float | str],
-        by_name: Mapping[str, TensorSpec],
-        limits: Limits,
-    ) -> Sizes:
-        """Return the sizes for dimensions that share them, within the limits of the model."""
-        most = auto_limit(given)
-        if most is None:
-            # The lengths that the engine fills must fit the dtype of their input.
-            holding = [
-                _counts_to(by_name[input_].dtype)
-                for input_, value in pad_with.items()
-                if isinstance(value, str) and value != MASK and self._dim_of_length(value) in dims
-            ]
-            most = min(holding, default=None)
-        ranges: Sequence[tuple[int, int]] = () if most is None else ((1, most),)
-        if limits.ranges_of is not None:
-            each = zip(*[limits.ranges_of(dim) for dim in dims], strict=True)
-            ranges = [
-                (max(least for least, _ in same), min([largest for _, largest in same])) for same in each
-            ]
-            taken = merged(ranges)
-            ranges = merged(
-                (least, largest if most is None else min(largest, most)) for least, largest in taken
-            )
-            if not ranges:
-                raise OptionsError(
-                    f"pad is {given!r} for {'='.join(dims)!r}, and {self._name!r} takes "
-                    f"{' and '.join(f'{least} to {largest}' for least, largest in taken) or 'nothing'}"
-                )
-        return Sizes(ranges, limits.steps)
 
     def _dim_of_length(self, value: str) -> str:
         """Return the dimension that ``length`` refers to; an empty string if that is ambiguous."""
         return value.partition(":")[2] or (self._same[0][0] if len(self._same) == 1 else "")
-
-    def _largest(self, dim: str) -> int | None:
-        """Return the largest size that a dimension is padded to; ``None`` if there is no limit."""
-        chosen = self._chosen_of.get(dim)
-        return int(self._dims[dim][-1]) if chosen is None else chosen.largest
 
     def _filled(self, spec: TensorSpec, value: str) -> Filled:
         if spec.dtype.kind not in "biuf":
@@ -394,8 +356,8 @@ class Padding:
                 f"pad_with says that {spec.name!r} is a length, one for each row, but its rows have the "
                 f"shape {spec.dims}"
             )
-        longest = self._largest(dim)
-        if longest is not None and longest > _counts_to(spec.dtype):
+        longest = int(self._dims[dim][-1])
+        if longest > _counts_to(spec.dtype):
             raise OptionsError(
                 f"pad_with says that {spec.name!r} is a length, which is up to {longest}, and its dtype "
                 f"{spec.dtype.name} does not hold every one"
@@ -446,3 +408,16 @@ def _counts_to(dtype: np.dtype[Any]) -> int:
     if dtype.kind == "f":
         return 1 << int(np.finfo(dtype).nmant) + 1
     return 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return ranges of integers in rising order; join ranges that touch, and leave out empty ones."""
+    found: list[tuple[int, int]] = []
+    for least, most in sorted(ranges):
+        if least > most:
+            continue
+        if found and least <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], most)
+        else:
+            found.append((least, most))
+    return tuple(found)

@@ -1,23 +1,20 @@
-"""Preparation of a few batch sizes, if changing the batch size takes long.
+"""The batch sizes to capture or to prepare, and the preparation of a function's sizes.
 
-Since 1.20, ONNX Runtime has cuDNN plan a convolution again whenever the batch size changes (its issue 23006).
-That takes a tenth of a second for a model with many convolutions, and random arrivals make batches of every
-size. If that is detected, each context gets a separate session for each of a few sizes, and batches are
-padded to the next of them. All sizes are run before the first caller arrives.
+Libraries such as PyTorch may prepare each batch size separately (``torch.compile``, ``cudnn.benchmark``). So
+all sizes of a function that names some are run before the first caller arrives.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from statistics import median
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import Cancellation
-from asynctrt.backends.base import Binding, Model, PreparedContext
-from asynctrt.devices.base import Device, Event, Stream, mib
-from asynctrt.errors import DeviceLostError, DeviceMemoryError, UsageError
+from asynctrt.backends.base import Binding, Model
+from asynctrt.devices.base import Device, Event, Stream
+from asynctrt.errors import DeviceLostError, UsageError
 from asynctrt.runtime.graphs import wait_for
 from asynctrt.tensors import Array
 
@@ -25,17 +22,10 @@ PREPARE_S: Final = 600.0
 """The timeout of a batch, in seconds. ``torch.compile`` may search for minutes."""
 
 CHANGE_NS_MIN: Final = 1_000_000
-CHANGE_SHARE_MIN: Final = 0.5
-"""Keep sizes apart if a change adds at least this time, and at least this share of a batch's time."""
+"""A change of the batch size matters if it adds at least this time."""
 
 ROUNDS: Final = 3
 """How often to measure a change, with two sizes."""
-
-SHARE_MAX: Final = 0.5
-"""The share of the device's free memory that sizes may take: others use the device too."""
-
-FEWEST: Final = 4
-"""Give up if fewer sizes than this do not fit."""
 
 BETWEEN_MIN: Final = 16
 """From this power of two on, where a batch takes about as long as its rows, also run the size halfway to the
@@ -43,20 +33,17 @@ next one."""
 
 logger = logging.getLogger("asynctrt")
 
-T = TypeVar("T")
-
 
 class Place(NamedTuple):
     """A context to run batches on: nothing else uses it, and it is bound to a slab of zeros."""
 
-    context: PreparedContext
     binding: Binding
     stream: Stream
     end: Event
     """An event of the stream to wait with."""
     cancellation: Cancellation
     """Whether the opening of the engine was cancelled."""
-    inputs: tuple[Array, ...] = ()
+    inputs: tuple[Array, ...]
     """The inputs to set to zero before each batch, because a batch may change them."""
 
 
@@ -70,146 +57,45 @@ def sizes_up_to(rows_max: int, between_min: int = 2) -> tuple[int, ...]:
     return (*sorted(powers + between), rows_max)
 
 
-def few_sizes(given: Sequence[int] | None, rows_max: int, between_min: int = BETWEEN_MIN) -> tuple[int, ...]:
+def few_sizes(given: Sequence[int], rows_max: int) -> tuple[int, ...]:
     """Return the sizes below ``rows_max`` that are given, and ``rows_max``; by default 1, 2, 4, 8, 16, 24,
     32, 48 and so on.
 
     The default is for models whose shapes vary: there each size takes memory for each shape.
-
-    :param between_min: as for :func:`sizes_up_to`.
     """
     if not given:
-        return sizes_up_to(rows_max, between_min)
+        return sizes_up_to(rows_max, BETWEEN_MIN)
     return (*[size for size in given if size < rows_max], rows_max)
 
 
-def prepare(device: Device, model: Model, places: Sequence[Place], rows_max: int) -> tuple[int, ...]:
-    """Measure whether changes of the batch size take long, and if so prepare some sizes. Blocks.
+def prepare(device: Device, model: Model, places: Sequence[Place]) -> None:
+    """Run all batch sizes of a model in every context. Blocks.
 
     :param places: one for each context.
-    :returns: the sizes that batches are padded to from now on, rising; empty if batches may have any size.
-        A model with ``needs_sizes`` always gets its sizes.
     :raises DeviceLostError: if the device is lost. Other errors are logged.
     :raises UsageError: if the work of this thread was cancelled.
     """
+    first, *others = places
     sizes = model.capabilities.batch_sizes
-    must_pad = sizes if model.capabilities.needs_sizes else None
     try:
-        if sizes is None:
-            sizes = sizes_that_pay(model, places[0], rows_max)
-        elif sizes:
-            sizes = few_sizes(sizes, rows_max)
-        if sizes:
-            sizes = _keep_apart(device, model, places, sizes)
+        _run_all(device, first, sizes)  # What it prepares for the process is there for the others.
+        if others:
+            with ThreadPoolExecutor(len(others), "asynctrt-prepare") as pool:
+                for done in [pool.submit(_run_all, device, place, sizes) for place in others]:
+                    done.result()
     except DeviceLostError:
         raise
     except Exception as error:
-        if places[0].cancellation.is_cancelled:
+        if first.cancellation.is_cancelled:
             raise
-        for place in places:
-            place.context.keep_apart(())
         logger.warning(
-            "%r: batches of zeros could not be run beforehand, so each batch of another size than %s may "
-            "take long: %s",
+            "%r: batches of zeros could not be run beforehand, so the first batch of each size may take "
+            "long: %s",
             model.name,
-            "the one before" if must_pad is None else "those before",
             error,
         )
-        return must_pad or ()
-    return sizes
-
-
-def as_many_as_fit(
-    name: str, sizes: tuple[int, ...], attempt: Callable[[tuple[int, ...]], T]
-) -> tuple[tuple[int, ...], T]:
-    """Try ``attempt`` with all sizes; as long as they do not fit, retry with every second one.
-
-    :param name: the model's name.
-    :returns: the sizes that fit, and the result of the attempt with them.
-    :raises DeviceMemoryError: if even fewer than :data:`FEWEST` sizes do not fit.
-    """
-    while True:
-        try:
-            return sizes, attempt(sizes)
-        except DeviceMemoryError as error:
-            if len(sizes) < FEWEST:
-                raise
-            fewer = sizes[-1::-2][::-1]
-            logger.info(
-                "%r: there is no room for %d batch sizes, but perhaps for %d: %s",
-                name,
-                len(sizes),
-                len(fewer),
-                error,
-            )
-            sizes = fewer
-
-
-def check_share(
-    device: Device, room_nbytes: int, contexts: int, what: str, fix: str, limit_nbytes: int | None = None
-) -> None:
-    """Check that all contexts together fit into their share of memory, after one has allocated its part.
-
-    :param room_nbytes: the free memory before.
-    :param what: the subject of the error message; ``fix`` is its advice.
-    :param limit_nbytes: their share. Default: :data:`SHARE_MAX` of what was free.
-    :raises DeviceMemoryError: if they would take more than their share.
-    """
-    taken_nbytes = max(room_nbytes - device.memory().room_nbytes, 0)
-    limit_nbytes = int(room_nbytes * SHARE_MAX) if limit_nbytes is None else limit_nbytes
-    if not device.unified and taken_nbytes * contexts > limit_nbytes:
-        raise DeviceMemoryError(
-            f"{what} take {mib(taken_nbytes)} in one context, and in {contexts} of them more than their "
-            f"share, {mib(limit_nbytes)} of {mib(room_nbytes)} that were free. {fix}, or use fewer contexts"
-        )
-
-
-def _keep_apart(
-    device: Device, model: Model, places: Sequence[Place], sizes: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Keep sizes apart and run them in every context: all of them, or as many as fit.
-
-    :raises DeviceMemoryError: if even fewer than :data:`FEWEST` sizes do not fit.
-    """
-    room_nbytes = device.memory().room_nbytes
-
-    def run_first(sizes: tuple[int, ...]) -> None:
-        for place in places:
-            place.context.keep_apart(sizes[:-1])  # The largest uses the existing session.
-        _run_all(device, places[0], sizes)
-        check_share(
-            device,
-            room_nbytes,
-            len(places),
-            f"{len(sizes)} batch sizes of {model.name!r}",
-            "Give the sizes that matter most (batch_sizes in the option onnx)",
-        )
-
-    sizes, _ = as_many_as_fit(model.name, sizes, run_first)
-    with ThreadPoolExecutor(len(places), "asynctrt-prepare") as pool:
-        for done in [pool.submit(_run_all, device, place, sizes) for place in places[1:]]:
-            done.result()
-    logger.info("%r: batches are padded to %s", model.name, ", ".join(map(str, sizes)))
-    return sizes
-
-
-def sizes_that_pay(model: Model, place: Place, rows_max: int) -> tuple[int, ...]:
-    """Return the sizes to keep apart; empty if that does not pay off."""
-    if rows_max < 2:
-        return ()
-    pair = rows_max, rows_max // 2
-    for rows in pair:
-        _timed(place, rows)  # Do not measure one-time work.
-    change = time_of_change(partial(_timed, place), pair)
-    if change.extra_ns < max(CHANGE_NS_MIN, CHANGE_SHARE_MIN * change.same_ns):
-        return ()
-    logger.info(
-        "%r: a batch of another size than the one before takes %.0f ms longer, so some sizes are kept apart "
-        "in each context",
-        model.name,
-        change.extra_ns / 1e6,
-    )
-    return sizes_up_to(rows_max)
+    else:
+        logger.info("%r: batches are padded to %s", model.name, ", ".join(map(str, sizes)))
 
 
 class Change(NamedTuple):

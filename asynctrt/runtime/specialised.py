@@ -20,15 +20,19 @@ from asynctrt._util.cancellation import Cancellation, cancelled_by, current
 from asynctrt.backends.base import CapableModel, TracedContext, create_context_on
 from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, UsageError
-from asynctrt.runtime.capturing import Capturing
+from asynctrt.runtime.capturing import SHARE_MAX, Capturing
 from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, Turns, wait_for
-from asynctrt.runtime.prepare import SHARE_MAX, Place, sizes_that_pay
+from asynctrt.runtime.prepare import CHANGE_NS_MIN, time_of_change
 from asynctrt.runtime.staging import Layout, Slab, StagingBuffers, lay_out
 from asynctrt.runtime.trial import SAMPLES, Expected, Trial
 from asynctrt.statistics import ShapeStatistics
 
 BUILD_S_MAX: Final = 60.0
 """The longest time to spend on a shape while the engine serves, in seconds."""
+
+CHANGE_SHARE_MIN: Final = 0.5
+"""Without graphs, a shape gets separate contexts only if a change of the batch size adds at least this share
+of a batch's time."""
 
 CLOSE_S: Final = 10.0
 """How long to wait for the work of a stream that is no longer used, in seconds."""
@@ -249,10 +253,15 @@ class Reference:
         """Return how long a batch of some rows takes, run several times in a row."""
         return least_ns(partial(self._run, rows), self._stream, self._end)
 
-    def sizes_that_pay(self, rows_max: int) -> tuple[int, ...]:
-        """Return the sizes to keep apart; empty if changes of the size are fast."""
-        place = Place(self._context, self._binding, self._stream, self._end, current())
-        return sizes_that_pay(self._model, place, rows_max)
+    def changes_slowly(self, rows_max: int) -> bool:
+        """Return whether a batch takes much longer after one of another size."""
+        if rows_max < 2:
+            return False
+        pair = rows_max, rows_max // 2
+        for rows in pair:
+            self._once_ns(rows)  # Do not measure one-time work.
+        change = time_of_change(self._once_ns, pair)
+        return change.extra_ns >= max(CHANGE_NS_MIN, CHANGE_SHARE_MIN * change.same_ns)
 
     def rest(self) -> None:
         """Free the memory of its runs, and forget the slab. Blocks."""
@@ -266,6 +275,18 @@ class Reference:
             self._stream.drain(CLOSE_S)
         self._context.close()
         self._stream.close(CLOSE_S)
+
+    def _once_ns(self, rows: int) -> int:
+        """Run a batch; return how long it took.
+
+        :raises UsageError: if the building was cancelled; nothing is run then.
+        """
+        if current().is_cancelled:
+            raise UsageError("batches are not run any more, since the building was cancelled")
+        start_ns = clock.now_ns()
+        self._run(rows)
+        wait_for(self._stream, self._end, "a batch")
+        return clock.now_ns() - start_ns
 
     def _run(self, rows: int) -> None:
         self._binding.enqueue(rows, profile=None, stream=self._stream, arena=None)
@@ -295,14 +316,14 @@ class Builder:
         shape: Hashable,
         sizes: Sequence[int],
         *,
-        threads_max: int,
+        one_by_one: bool,
         cancellation: Cancellation,
         held_nbytes: int = 0,
     ) -> Specialised:
         """Build contexts of some batch sizes of a shape. Blocks.
 
         :param sizes: rising; fewer of them are built if not all fit.
-        :param threads_max: how many threads build contexts at the same time.
+        :param one_by_one: whether to build in this thread alone.
         :param held_nbytes: the device memory that other shapes hold, of the half of what was free at first.
         :raises NoGainError: if it would not pay off.
         :raises ExecutionError: if answers differ, or the model fails.
@@ -324,7 +345,7 @@ class Builder:
                     self._check_slabs(layout, limit_nbytes)
                     slabs = [site.lay_out(layout) for site in sites]
                     reference.bind(slabs[0])
-                    fit = partial(self._fit, shape, sites, reference, threads_max, limit_nbytes)
+                    fit = partial(self._fit, shape, sites, reference, limit_nbytes, one_by_one=one_by_one)
                     taken, is_captured = self._fill(shape, sites, sizes, reference, fit)
                 before_ns = {rows: reference.time_ns(rows) for rows in (taken[-1], taken[0])}
                 after_ns = {rows: sites[0].timed_ns(rows) for rows in taken}
@@ -379,10 +400,10 @@ class Builder:
         shape: Hashable,
         sites: Sequence[Site],
         reference: Reference,
-        threads_max: int,
         limit_nbytes: int,
         sizes: Sequence[int],
         *,
+        one_by_one: bool,
         is_direct: bool,
     ) -> tuple[int, ...]:
         """Fill the sites with contexts of as many sizes as fit, and return these."""
@@ -400,7 +421,7 @@ class Builder:
             [first] if is_shared else sites,
             [shape],
             begin,
-            threads_max=threads_max,
+            one_by_one=one_by_one,
             limit_nbytes=limit_nbytes,
         )
         taken = capturing.fit(sizes)[0]
@@ -433,7 +454,7 @@ class Builder:
                     raise
                 logger.debug("%r: %s is not captured: %s", self._model.name, named(shape), error)
                 forget_all(sites)
-        if not reference.sizes_that_pay(sizes[-1]):
+        if not reference.changes_slowly(sizes[-1]):
             raise NoGainError(
                 "it cannot be captured as a CUDA graph, and changes of the batch size take no time"
             )

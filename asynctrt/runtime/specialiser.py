@@ -6,14 +6,14 @@ Everything that batches see changes on the loop, between two batches: see :meth:
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Final
 
 from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceMemoryError, UsageError
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.inflight import InFlight
-from asynctrt.runtime.recurring import RecurringShapes
 from asynctrt.runtime.specialised import (
     BUILD_S_MAX,
     Builder,
@@ -25,6 +25,26 @@ from asynctrt.runtime.specialised import (
 from asynctrt.runtime.staging import Slab
 from asynctrt.scheduling.shapes import Shapes
 
+SHAPES_MAX: Final = 8
+"""The most shapes that are specialised at once, because each needs memory and build time for all of its
+sizes. The number was not tuned."""
+
+OFTEN: Final = 16
+"""A shape recurs only if at least this many recent batches had it, so that a few requests at the start do not
+trigger a build, which may take seconds. The number was not tuned."""
+
+SHARE_MIN: Final = 1 / 16
+"""A shape recurs only if at least this share of recent batches had it: a rarer one could gain little, and
+takes memory. The share was not tuned."""
+
+WINDOW: Final = 512
+"""After this many batches, earlier ones count half, so that shapes which no longer come make room, and few
+are remembered. It is long enough for a shape with a share of ``SHARE_MIN`` to come ``OFTEN`` times."""
+
+HYSTERESIS: Final = 2
+"""A shape replaces another one only if it came this many times as often, so that two equally common shapes do
+not replace each other again and again."""
+
 REST: Final = 3
 """The pause after a build, as a multiple of its time, before another shape may replace a specialised one.
 While there is room, shapes are built one after the other."""
@@ -33,6 +53,47 @@ FAILURES_MAX: Final = 3
 """Give up on a model after this many shapes in a row that could not be specialised."""
 
 logger = logging.getLogger("asynctrt")
+
+
+class RecurringShapes:
+    """Counts the shapes of batches, and decides which recur and which give way to others."""
+
+    def __init__(self) -> None:
+        # In the order in which they came last, the latest at the end.
+        self._counts: OrderedDict[Hashable, float] = OrderedDict()
+        self._total = 0.0
+
+    def __repr__(self) -> str:
+        return f"<RecurringShapes {len(self._counts)} of {self._total:.0f} batches>"
+
+    def note(self, shape: Hashable) -> bool:
+        """Count a batch of a shape; return whether the shape recurs."""
+        count = self._counts[shape] = self._counts.get(shape, 0.0) + 1
+        self._counts.move_to_end(shape)
+        self._total += 1
+        if self._total >= WINDOW:
+            self._forget()
+        return count >= OFTEN and count >= SHARE_MIN * self._total
+
+    def victim(self, shape: Hashable, specialised: Collection[Hashable]) -> Hashable | None:
+        """Return the specialised shape to replace with ``shape``; ``None`` if all of them come about as
+        often.
+
+        Of several, return the one that has not come for the longest time.
+        """
+        least = self._counts.get(shape, 0.0) / HYSTERESIS
+        order = [other for other in self._counts if other in specialised]
+        gone = [other for other in specialised if other not in self._counts]
+        return next((other for other in [*gone, *order] if self._counts.get(other, 0.0) <= least), None)
+
+    def _forget(self) -> None:
+        """Let all batches so far count half."""
+        for shape, count in tuple(self._counts.items()):
+            if count < 1:
+                del self._counts[shape]
+            else:
+                self._counts[shape] = count / 2
+        self._total = sum(self._counts.values())
 
 
 class Specialiser:
@@ -61,6 +122,8 @@ class Specialiser:
         self._sizes_of, self._uses = sizes_of, uses
         self._run_anew = run_anew
         self._recurring = RecurringShapes()
+        self._shapes_max = SHAPES_MAX
+        self._refused: set[Hashable] = set()
         self._failures = 0
         self._rests_until_ns = 0
         self._is_over = False
@@ -82,9 +145,9 @@ class Specialiser:
         if not self._recurring.note(shape) or self._is_over or self._thread is not None:
             return
         specialised = self._pool.specialised
-        if shape in specialised:
+        if shape in specialised or shape in self._refused:
             return
-        if not self._recurring.is_full(specialised):
+        if len(specialised) < self._shapes_max:
             self._begin(shape)
         elif clock.now_ns() >= self._rests_until_ns:
             victim = self._recurring.victim(shape, specialised)
@@ -120,7 +183,7 @@ class Specialiser:
         start_ns = clock.now_ns()
         try:
             self._built = self._builder.build(
-                shape, sizes, threads_max=1, cancellation=deadline, held_nbytes=held_nbytes(self._pool)
+                shape, sizes, one_by_one=True, cancellation=deadline, held_nbytes=held_nbytes(self._pool)
             )
         except Exception as raised:
             # Its frames refer to what was closed.
@@ -146,11 +209,13 @@ class Specialiser:
         assert error is not None
         if isinstance(error, DeviceMemoryError) and self._pool.specialised:
             # It is tried again once another shape has given way.
-            self._recurring.limit(len(self._pool.specialised))
+            self._shapes_max = len(self._pool.specialised)
             logger.info("%s: no more shapes get separate contexts: %s", self._name, error)
             return
         is_late = deadline.is_over
-        self._recurring.refuse(shape)
+        if len(self._refused) >= WINDOW:
+            self._refused.clear()
+        self._refused.add(shape)
         self._failures += 1
         if isinstance(error, NoGainError | DeviceLostError) or is_late or self._failures >= FAILURES_MAX:
             self._is_over = True

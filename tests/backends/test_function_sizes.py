@@ -69,6 +69,13 @@ async def test_no_other_size_is_seen_and_each_was_run_in_each_thread():
     assert seen.sizes()[12:17] == [1, 3, 3, 8, 8]
 
 
+async def test_a_deterministic_engine_has_one_size_and_runs_nothing_beforehand():
+    seen = Seen()
+    async with asynctrt.open(model_of(seen, batch_sizes=SIZES), batching="deterministic") as engine:
+        await answered(engine, [1])
+    assert seen.sizes() == [8]
+
+
 async def test_inputs_are_zero_in_each_batch_beforehand_and_copies_of_a_row_later():
     given = []
 
@@ -176,8 +183,6 @@ def test_sizes_that_are_none(sizes, says):
         ({"batch_sizes": SIZES}, {"max_rows": 64}, "Leave max_rows out, or let batch_sizes end with 64"),
         ({"batch_sizes": SIZES}, {"max_rows": 4}, "Leave max_rows out, or let batch_sizes end with 4"),
         ({"batch_sizes": SIZES}, {"max_queue_rows": 4}, "max_queue_rows (4) must be ≥ the largest of"),
-        ({"batch_sizes": SIZES, "rows_max": 4}, {}, "Leave rows_max out"),
-        ({"batch_sizes": SIZES, "rows_fixed": 8}, {}, "only batches of 8 rows. Leave one of them out"),
     ],
 )
 async def test_sizes_that_something_contradicts(of_model, options, says):

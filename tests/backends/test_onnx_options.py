@@ -138,10 +138,8 @@ def test_names_of_providers_may_have_commas_between_them():
         ({"providers": ["A", "A"]}, "providers names 'A' twice"),
         ({"custom_ops": "no/such.so"}, "custom_ops: there is no file 'no/such.so'"),
         ({"enable_mem_pattern": False}, "'enable_mem_pattern' was removed: make an .*InferenceSession"),
-        ({"batch_sizes": 8}, "batch_sizes must be several whole numbers"),
         ({"providers": {CUDA: {"device_id": 1}}}, f"device_id, .* of {CUDA} are the engine's to give"),
         ({"providers": {CUDA: {"enable_cuda_graph": 1}}}, "Choose the GPU with device"),
-        ({"providers": {TENSORRT: {"trt_cuda_graph_enable": 1}}}, f"of {TENSORRT} are the engine's"),
     ],
 )
 def test_what_is_wrong_is_refused_at_once(given, says):

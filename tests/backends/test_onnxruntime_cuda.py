@@ -98,8 +98,6 @@ def test_a_model_with_outputs_of_sizes_of_their_own_is_specialised_as_others_are
     assert (capabilities.is_specialisable, capabilities.is_capturable) == (True, False)
     capabilities = Undevised(double_onnx(tmp_path / "double.onnx")).capabilities
     assert (capabilities.is_specialisable, capabilities.is_capturable) == (True, True)
-    capabilities = Undevised(double_onnx(tmp_path / "double.onnx"), batch_sizes=()).capabilities
-    assert (capabilities.is_specialisable, capabilities.is_capturable) == (False, True)
 
 
 @pytest.mark.parametrize("limit", [-1, 0, "8MiB", 0.5, True])
@@ -111,10 +109,16 @@ def test_a_limit_of_memory_that_is_none_is_refused(limit):
     assert OnnxOptions(providers={CUDA: {"gpu_mem_limit": 8 << 20}}).gpu_mem_limit == 8 << 20
 
 
-def test_providers_that_know_no_memory_of_a_gpu_are_refused_there(tmp_path):
-    options = {"providers": "OpenVINOExecutionProvider"}
-    with pytest.raises(OptionsError, match="OpenVINOExecutionProvider cannot be used with a GPU"):
-        OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), options, device=HostDevice())
+@pytest.mark.parametrize(
+    ("provider", "says"),
+    [
+        ("OpenVINOExecutionProvider", "OpenVINOExecutionProvider cannot be used with a GPU"),
+        ("TensorrtExecutionProvider", "Leave it out: runtime='tensorrt' builds a plan once"),
+    ],
+)
+def test_providers_that_do_not_work_for_the_engine_on_a_gpu_are_refused_there(tmp_path, provider, says):
+    with pytest.raises(OptionsError, match=says):
+        OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), {"providers": provider}, device=HostDevice())
 
 
 class DeferringSession:
@@ -264,6 +268,13 @@ def batch_of(rows):
     return Batch((("x", np.dtype("float32"), (2,), 0),), rows)
 
 
+def deferring(**settings):
+    """Return a stream, a session of ONNX Runtime's on it, and ours around that."""
+    stream = DeferringStream()
+    inner = DeferringSession(stream)
+    return stream, inner, CudaSession(inner, stream, stream, name="m", nbytes=5, **settings)
+
+
 def end_session(stream, *, runs=1, fails=False, is_lost=False, stale=0, count=8):
     """Run and end a session; return the rows of its runs, and whether each was waited for."""
     found = DeferringSession(stream, fails=fails)
@@ -303,9 +314,7 @@ def test_memory_is_freed_without_the_gil():
 
 
 def test_what_only_the_first_run_of_the_only_size_needs_is_freed():
-    stream = DeferringStream()
-    inner = DeferringSession(stream)
-    session = CudaSession(inner, stream, stream, name="m", nbytes=5, has_one_size=True)
+    stream, inner, session = deferring(has_one_size=True)
     bound = SomeBinding(4)
     for _ in range(3):
         session.put(bound, stream, batch_of(4))
@@ -323,9 +332,7 @@ def test_a_session_whose_batches_fail_is_settled_by_a_row():
 
 def test_what_runs_leave_does_not_grow():
     """A run that is not waited for frees nothing: an LSTM left 300 bytes a batch for good."""
-    stream = DeferringStream()
-    inner = DeferringSession(stream)
-    session = CudaSession(inner, stream, stream, name="m", nbytes=5)
+    stream, inner, session = deferring()
     for _ in range(1000):
         session.put(SomeBinding(4), stream, batch_of(4))
     assert inner.state["left_most"] <= SETTLE_EVERY
@@ -342,9 +349,7 @@ def test_an_error_that_a_capture_left_does_not_pass_for_the_end_of_a_run(stale, 
 
 def test_before_a_capture_the_batch_that_is_bound_is_run_again():
     """Memory of other runs would get into the graph."""
-    stream = DeferringStream()
-    inner = DeferringSession(stream)
-    session = CudaSession(inner, stream, stream, name="m", nbytes=5)
+    stream, inner, session = deferring()
     bound = SomeBinding(3)
     session.put(bound, stream, batch_of(3))
     assert session.settle(bound)
@@ -354,9 +359,7 @@ def test_before_a_capture_the_batch_that_is_bound_is_run_again():
 
 def test_a_session_that_did_not_come_to_rest_when_asked_is_not_ended_either():
     """Before a capture it is asked, too. It had forgotten then that something was left."""
-    stream = DeferringStream()
-    inner = DeferringSession(stream)
-    session = CudaSession(inner, stream, stream, name="m", nbytes=5)
+    stream, inner, session = deferring()
     session.put(SomeBinding(4), stream, batch_of(4))
     inner.stale = 9
     del inner

@@ -16,7 +16,7 @@ from onnx import TensorProto
 import asynctrt
 from asynctrt.core import assembly
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import ExecutionError, InputError, OptionsError, UsageError
+from asynctrt.errors import ExecutionError, InputError, UsageError
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from tests.backends.onnx_sessions import (
     CapturableSessions,
@@ -157,13 +157,11 @@ async def test_by_default_as_many_sizes_are_captured_of_each_shape_as_of_one(tmp
 @pytest.mark.parametrize(
     "given",
     [
-        {"pad": "auto"},
-        {"pad": {"length": "auto:8"}},
         {"pad": {"length": tuple(range(1, 10))}},
         {"pad": {"length": (3, 8)}, "nbytes_max": 200},
         {},
     ],
-    ids=["chosen", "chosen up to", "too many", "not of all rows", "not padded"],
+    ids=["too many", "not of all rows", "not padded"],
 )
 async def test_shapes_that_are_not_known_or_too_many_are_not_captured(tmp_path, given, caplog, monkeypatch):
     given = dict(given)
@@ -288,28 +286,6 @@ def test_a_binding_that_is_dropped_is_gone_at_once(model):
     context.close()
     assert model.alive == 0
     stream.close(1)
-
-
-async def test_sizes_that_are_kept_apart_have_sessions_of_their_own(tmp_path):
-    model = HostSessions(double_onnx(tmp_path / "double.onnx"), batch_sizes=(2, 4, 64))
-    device = HostDevice(in_place="never")
-    async with asynctrt.open(model, device=device, contexts=2, max_rows=8) as engine:
-        assert model.alive == 2 * 3
-        for count in (1, 2, 3, 5, 8, 4):
-            sent = rows(*range(count))
-            np.testing.assert_array_equal((await engine.infer(sent))["output"], 2 * sent)
-        assert engine.statistics().rows_padded == 1 + 1 + 3
-        assert model.alive == 2 * 3
-    gc.collect()
-    assert model.alive == 0
-
-
-def test_batch_sizes_that_are_none(tmp_path):
-    with pytest.raises(OptionsError, match="batch_sizes must be a whole number ≥ 1"):
-        HostSessions(double_onnx(tmp_path / "double.onnx"), batch_sizes=(0, 4))
-    for no_sizes in (8, "", "8", b""):
-        with pytest.raises(OptionsError, match="batch_sizes must be several whole numbers"):
-            HostSessions(double_onnx(tmp_path / "double.onnx"), batch_sizes=no_sizes)
 
 
 def test_a_closed_model_loads_no_session(model):

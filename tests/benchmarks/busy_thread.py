@@ -22,7 +22,7 @@ from tests.benchmarks.gpu.support import open_device
 
 CALLERS = (1, 64)
 STEADY = {"cuda": "tests.gpu.fallible:steady", "host": "tests.benchmarks.busy_thread:steady"}
-STEADY_ROWS_MAX, STEADY_S = 64, 0.002
+STEADY_S = 0.002
 PYTHONS_OWN_S = sys.getswitchinterval()
 KINDS = {
     "in process": ({}, PYTHONS_OWN_S),
@@ -40,9 +40,7 @@ def steady():
         time.sleep(STEADY_S)
 
     row = TensorSpec("x", "float32", (16,)), TensorSpec("y", "float32", (16,))
-    return asynctrt.FunctionModel(
-        work, inputs=row[0], outputs=row[1], name="steady", rows_max=STEADY_ROWS_MAX
-    )
+    return asynctrt.FunctionModel(work, inputs=row[0], outputs=row[1], name="steady")
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Texts of all lengths through an encoder: not padded, padded to some sizes, and all padded to the longest.
 
 Two encoders of different widths, and instead of one a product, which takes less time than the engine.
-With ``auto`` the engine chooses the sizes while it is measured, and starts with powers of two.
 
 Each of 64 callers sends one text after the other. The lengths are skewed: half of them are below 20 tokens,
 and one in a hundred has more than 168. Some answers are compared with those of the same texts alone.
@@ -31,7 +30,6 @@ WAYS = {
     "each length apart": None,
     f"padded to {len(SIZES)} sizes": SIZES,
     f"padded to {len(FINE)} sizes": FINE,
-    "padded to chosen sizes (auto)": "auto",
     f"all padded to {LONGEST}": (LONGEST,),
 }
 

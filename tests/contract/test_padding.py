@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.errors import InputError, OptionsError
+from asynctrt.errors import InputError
 from tests.contract.devices import strict
 from tests.doubles.tensorrt import EngineSpec, TensorIO
 from tests.helpers import WAIT_S
@@ -47,30 +47,4 @@ async def test_a_plan_whose_dimensions_have_no_common_name(device, model):
         assert engine.statistics().batches < 16
         with pytest.raises(InputError, match="padded as one dimension"):
             await engine.infer({"ids": calls[4], "mask": calls[5]})
-    assert model.flavour.module.violations() == ()
-
-
-async def test_sizes_that_the_engine_chooses_are_within_the_profile(device, model):
-    with pytest.raises(OptionsError, match="which of 'ids.1', 'mask.1' are the same"):
-        await asynctrt.open(model, device=device, max_rows=8, pad="auto")
-    async with (
-        asyncio.timeout(WAIT_S),
-        asynctrt.open(
-            model,
-            device=device,
-            max_rows=8,
-            pad={"ids.1=mask.1": "auto"},
-            pad_with={"ids": -1, "mask": "mask"},
-        ) as engine,
-    ):
-        for lengths in ((1, 7), (6, 11), (17, 32)):
-            for _ in range(4):
-                calls = [np.full((1, n), n, np.float32) for n in range(*lengths) for _ in range(3)]
-                answers = await asyncio.gather(*map(engine.infer, calls))
-                for call, answer in zip(calls, answers, strict=True):
-                    expected = SPEC.expected({"ids": call, "mask": np.ones_like(call)})
-                    for name, array in expected.items():
-                        np.testing.assert_array_equal(answer[name], array)
-        with pytest.raises(InputError, match="pads to at most 32"):
-            await engine.infer(np.ones((1, 33), np.float32))
     assert model.flavour.module.violations() == ()

@@ -11,14 +11,16 @@ import pytest
 from onnx import TensorProto
 
 import asynctrt
+from asynctrt.backends.function import FunctionModel
 from asynctrt.core import lengths
 from asynctrt.devices.host import HostDevice
+from asynctrt.tensors import TensorSpec
 from tests.benchmarks.lengths import encoder_onnx
 from tests.contract.devices import strict
 from tests.core.test_independence import recurrent_onnx
 from tests.doubles.tensorrt import EngineSpec, TensorIO
 from tests.helpers import WAIT_S
-from tests.models import node, save
+from tests.models import node, save, sequence_onnx
 
 pytestmark = pytest.mark.anyio
 
@@ -245,6 +247,37 @@ async def test_nothing_is_said_where_rows_cannot_be_made_up_or_answers_do_not_va
     async with asyncio.timeout(WAIT_S), asynctrt.open(path) as engine:
         assert engine.batching.lengths == ""
     assert not caplog.messages
+
+
+async def test_all_dimensions_that_vary():
+    """Images of all sizes, by a function that may be tried."""
+    model = FunctionModel(
+        lambda inputs: {"sum": inputs["x"].sum((1, 2)), "same": inputs["x"]},
+        inputs=TensorSpec("x", "float64", ("height", "width")),
+        outputs=[TensorSpec("sum", "float64"), TensorSpec("same", "float64", ("height", "width"))],
+    )
+    rng = np.random.default_rng(0)
+    async with asyncio.timeout(WAIT_S), asynctrt.open(model, batching="probe", contexts=1) as engine:
+        assert "share batches: padding height, width" in engine.batching.lengths
+        calls = [rng.random((1, rng.integers(30, 50), rng.integers(70, 110))) for _ in range(64)]
+        for call, answer in zip(calls, await asyncio.gather(*map(engine.infer, calls)), strict=True):
+            np.testing.assert_allclose(answer["sum"], call.sum((1, 2)))
+            np.testing.assert_array_equal(answer["same"], call)
+        assert engine.statistics().batches < 32
+
+
+async def test_rows_longer_than_any_that_was_tried_share_batches(encoder):
+    async with asyncio.timeout(WAIT_S), asynctrt.open(encoder, contexts=1) as engine:
+        await same_as_alone(encoder, texts(*range(700, 716)), engine)
+        assert engine.statistics().batches < 6
+
+
+async def test_rows_on_the_device_are_run_as_they_are(tmp_path):
+    path, device = sequence_onnx(tmp_path / "sequence.onnx"), HostDevice()
+    async with asyncio.timeout(WAIT_S), asynctrt.open(path, device=device) as engine:
+        assert "share batches: padding length" in engine.batching.lengths
+        held = (await engine.infer(np.ones((2, 3), np.float32), outputs="device"))["doubled"]
+        np.testing.assert_array_equal((await engine.infer(held))["total"], [6, 6])
 
 
 async def test_outputs_on_the_device_are_not_padded(encoder):

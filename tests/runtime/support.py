@@ -43,11 +43,12 @@ class ScratchModel(FunctionModel):
     :param like: another one, which it shares its watch over arenas with.
     """
 
-    def __init__(self, nbytes=4096, *, like=None, capturable=False, **kw):
+    def __init__(self, nbytes=4096, *, like=None, capturable=False, rows_fixed=None):
         spec = TensorSpec("input", "float32", (4,)), TensorSpec("output", "float32", (4,))
-        super().__init__(lambda inputs, outputs: None, inputs=spec[0], outputs=spec[1], name="scratch", **kw)
-        self.capabilities = replace(self.capabilities, enqueue_nbytes=nbytes)
-        self.capabilities = replace(self.capabilities, is_capturable=capturable)
+        super().__init__(lambda inputs, outputs: None, inputs=spec[0], outputs=spec[1], name="scratch")
+        self.capabilities = replace(
+            self.capabilities, enqueue_nbytes=nbytes, is_capturable=capturable, rows_fixed=rows_fixed
+        )
         self.enqueued = 0
         self.busy = set() if like is None else like.busy
         self.seen = set()

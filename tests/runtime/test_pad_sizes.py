@@ -12,9 +12,10 @@ import asynctrt.client
 from asynctrt.backends.function import FunctionModel
 from asynctrt.core.padded_inputs import PaddedInputCheck, front_check
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import InputError, OptionsError
+from asynctrt.errors import InputError, OptionsError, TooLargeError
+from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.options import Options
-from asynctrt.runtime.pad_sizes import Padding
+from asynctrt.runtime.pad_sizes import Padding, Sizes
 from asynctrt.runtime.padding import PaddedSource
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from asynctrt.tensors import TensorSpec
@@ -51,6 +52,12 @@ def test_sizes_may_be_written_in_several_ways(given):
 )
 def test_what_are_no_sizes(given):
     with pytest.raises(OptionsError, match="pad must be sizes"):
+        Options(pad=given)
+
+
+@pytest.mark.parametrize("given", ["auto", ["auto"], "auto:512", {"n": "auto"}, ["n=auto:8", "m=4"]])
+def test_sizes_that_the_engine_chooses_are_the_default_and_no_option(given):
+    with pytest.raises(OptionsError, match="pad='auto' was removed: by default rows are padded"):
         Options(pad=given)
 
 
@@ -96,8 +103,6 @@ def test_what_does_not_fit_the_model_is_refused_when_it_is_opened(pad, pad_with,
         ({"m": (2, 3), "n": 4}, [(("n", 4), ("m", 2)), (("n", 4), ("m", 3))]),
         ({"n=m": (4, 8)}, [(("n", 4), ("m", 4)), (("n", 8), ("m", 8))]),
         ({"n": (4, 8)}, []),
-        ({"n": (4, 8), "m": "auto"}, []),
-        ("auto", []),
     ],
 )
 def test_the_shapes_of_all_batches_are_known_if_every_size_is_given(pad, shapes):
@@ -318,15 +323,15 @@ def test_dimensions_that_are_the_same():
 
 
 def test_what_is_remembered_of_shapes_is_bounded(monkeypatch):
-    monkeypatch.setattr("asynctrt.runtime.pad_sizes.FITS_MAX", 8)
-    monkeypatch.setattr("asynctrt.core.padded_inputs.FILLED_MAX", 8)
+    monkeypatch.setattr("asynctrt.runtime.pad_sizes.SHAPES_MAX", 8)
+    monkeypatch.setattr("asynctrt.core.padded_inputs.KEYS_KEPT_MAX", 8)
     found = padding({"n": 100}, {"mask": "mask"}, TWO)
     check = PaddedInputCheck(TWO, found)
     for n in range(50):
         (_, mask), *_ = check.validate({"x": np.ones((1 + n % 3, n, 2), np.float32)})
         assert mask.shape == (1 + n % 3, n)
         assert found.fit(((n, 2), (n,))).corners[0] == (slice(None), slice(n), slice(2))
-        assert len(found._fits) <= 8
+        assert found.fit.cache_info().currsize <= 8
         assert len(check._kept) <= 8
 
 
@@ -347,6 +352,35 @@ def test_a_front_has_the_shapes_that_callers_gave():
     assert count.tolist() == [[3], [3]]
     with pytest.raises(InputError, match="8 is the most"):
         check.validate(ids(1, 9))
+
+
+def test_two_dimensions_that_no_profile_takes_as_they_are_padded():
+    """Each is within one of the profiles, but not in the same."""
+
+    def check_key(key):
+        sizes = dict(key.shape)
+        if sizes["n"] > 8 and sizes["m"] > 8:
+            raise InputError("no profile")
+
+    inputs = [TensorSpec("x", "int8", ("n", "m"))]
+    ranges = {"n": [(1, 8), (1, 99)], "m": [(1, 99), (1, 8)]}
+    found = Padding("model", inputs, (), {dim: Sizes.within([dim], ranges.get) for dim in ranges})
+    check = PaddedInputCheck(inputs, found, check_key=check_key)
+    keys = [dict(check.validate(np.zeros((1, *dims), np.int8))[2].shape) for dims in ((9, 3), (9, 8), (9, 7))]
+    assert keys == [{"n": 16, "m": 4}, {"n": 16, "m": 8}, {"n": 16, "m": 8}]
+    keys = [dict(check.validate(np.zeros((1, *dims), np.int8))[2].shape) for dims in ((5, 6), (100, 3))]
+    assert keys == [{"n": 8, "m": 8}, {"n": 100, "m": 3}], "rows that cannot be padded are left to the check"
+    with pytest.raises(InputError, match="no profile"):
+        check.validate(np.zeros((1, 50, 30), np.int8))
+
+
+@pytest.mark.parametrize(("pad", "nbytes"), [({"length": (16,)}, 16 * 8), (None, 9 * 8), ("off", 9 * 8)])
+def test_a_server_counts_the_bytes_of_what_is_padded(pad, nbytes):
+    request = {"inputs": [{"name": "ids", "shape": [1, 9], "datatype": "INT64", "data": [[1] * 9]}]}
+    body = json.dumps(request).encode()
+    JsonCodec("model", "1", [IDS], [IDS], answer_max=nbytes, pad=pad).decode(body, len(body))
+    with pytest.raises(TooLargeError, match="bytes"):
+        JsonCodec("model", "1", [IDS], [IDS], answer_max=nbytes - 1, pad=pad).decode(body, len(body))
 
 
 def staged(found, *requests, rows_run=None):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from asynctrt.runtime.sizes import Sizes, merged
+from asynctrt.runtime.pad_sizes import Sizes, merged
 
 RANGES = some.lists(some.tuples(some.integers(1, 300), some.integers(0, 200)), max_size=3).map(
     lambda found: [(least, least + more) for least, more in found]
@@ -49,8 +49,15 @@ def test_no_row_is_padded_beyond_what_is_known_to_run(size, padded):
     assert found.rounded(size) == padded
 
 
+def test_sizes_are_within_the_profiles():
+    ranges = {"n": [(8, 20), (40, 100)], "m": [(1, 30), (40, 80)]}
+    sizes = Sizes.within(["n", "m"], ranges.get)
+    assert [sizes.rounded(size) for size in (1, 17, 21, 64, 70, 81)] == [8, 20, 40, 64, 80, None]
+
+
 def test_there_may_be_sizes_between_powers_of_two():
-    found = Sizes(steps=8)
+    found = Sizes()
+    found.steps = 8
     assert [found.rounded(size) for size in (0, 1, 5, 16, 17, 33, 100, 127)] == [
         1,
         1,

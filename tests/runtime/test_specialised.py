@@ -30,20 +30,33 @@ def model_of(tmp_path, **settings):
     return SpecialisedSessions(detector_onnx(tmp_path / "detector.onnx"), **settings)
 
 
-def build(device, model, *, captures=True, sizes=SIZES, cancellation=None, threads_max=1, in_turn=False):
+def build(device, model, *, captures=True, sizes=SIZES, cancellation=None, one_by_one=True, in_turn=False):
     builder = Builder(device, model, 2, captures=captures)
     builder.in_turn = in_turn
-    given = {"threads_max": threads_max, "cancellation": cancellation or Cancellation()}
+    given = {"one_by_one": one_by_one, "cancellation": cancellation or Cancellation()}
     try:
         return builder.build(SHAPE, sizes, **given)
     finally:
         builder.close()
 
 
-@pytest.mark.parametrize(("threads", "in_turn"), [(1, False), (2, False), (2, True)])
-def test_each_size_is_captured_beside_each_context(tmp_path, device, threads, in_turn):
+LENGTH = BatchKey((("length", 3),))
+
+
+def adopting(model, device, contexts):
+    """Return a pool whose contexts share what was built for rows of a length."""
+    pool = make_pool(model, device, contexts=contexts)
+    builder = Builder(device, model, contexts, captures=True)
+    builder.in_turn = True
+    pool.adopt(builder.build(LENGTH.shape, SIZES, one_by_one=True, cancellation=Cancellation()))
+    builder.close()
+    return pool
+
+
+@pytest.mark.parametrize(("one_by_one", "in_turn"), [(True, False), (False, False), (False, True)])
+def test_each_size_is_captured_beside_each_context(tmp_path, device, one_by_one, in_turn):
     model = model_of(tmp_path)
-    made = build(device, model, threads_max=threads, in_turn=in_turn)
+    made = build(device, model, one_by_one=one_by_one, in_turn=in_turn)
     told = made.statistics
     assert (told.shape, told.batch_sizes, told.is_captured) == ("height=32 width=64", SIZES, True)
     assert (set(told.before_ns), set(told.after_ns)) == ({1, 4}, set(SIZES))
@@ -106,7 +119,7 @@ def test_an_output_whose_shape_depends_on_the_data(tmp_path, device):
     model = SpecialisedSessions(path)
     builder = Builder(device, model, 2, captures=True)
     with pytest.raises(NoGainError, match="depends on the data"):
-        builder.build((("length", 3),), SIZES, threads_max=1, cancellation=Cancellation())
+        builder.build((("length", 3),), SIZES, one_by_one=True, cancellation=Cancellation())
     assert model.alive == 0
 
 
@@ -203,7 +216,7 @@ def test_batches_that_were_staged_before_or_after_a_change_are_right(tmp_path, d
 
     before = staged(1)
     builder = Builder(device, model, 2, captures=True)
-    made = builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation())
+    made = builder.build(key.shape, SIZES, one_by_one=True, cancellation=Cancellation())
     ran = sum(len(session.runs) for session in model.sessions)
     pool.adopt(made)
     assert pool.missing_nbytes(before.batch) == 0
@@ -214,7 +227,7 @@ def test_batches_that_were_staged_before_or_after_a_change_are_right(tmp_path, d
     assert run(after, 3) == ran + 2
     assert run(staged(4), 4) == ran + 3
     made.close()
-    pool.adopt(builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation()))
+    pool.adopt(builder.build(key.shape, SIZES, one_by_one=True, cancellation=Cancellation()))
     assert pool.close(WAIT_S) == 0
     assert model.alive == 1, "what was told nothing serves all shapes"
     builder.close()
@@ -234,11 +247,7 @@ def test_what_contexts_share_ends_after_every_graph(tmp_path, device, monkeypatc
             session.close = lambda: (ended.append("session" if not stream._closed else "late"), end())
             return session
 
-    pool = make_pool(Noting(sequence_onnx(tmp_path / "sequence.onnx")), device, contexts=3)
-    builder = Builder(device, pool._model, 3, captures=True)
-    builder.in_turn = True
-    pool.adopt(builder.build((("length", 3),), SIZES, threads_max=1, cancellation=Cancellation()))
-    builder.close()
+    pool = adopting(Noting(sequence_onnx(tmp_path / "sequence.onnx")), device, 3)
     ended.clear()
     if hangs:
         pool.contexts[1].comes_to_rest = lambda timeout_s: False
@@ -276,11 +285,7 @@ def test_what_was_kept_for_batches_that_hung_is_released_once_they_have_ended(tm
             return session
 
     model = Kept(sequence_onnx(tmp_path / "sequence.onnx"))
-    pool = make_pool(model, device, contexts=2)
-    builder = Builder(device, model, 2, captures=True)
-    builder.in_turn = True
-    pool.adopt(builder.build((("length", 3),), SIZES, threads_max=1, cancellation=Cancellation()))
-    builder.close()
+    pool = adopting(model, device, 2)
     hung = pool.contexts[:hanging]
     for context in hung:
         context.comes_to_rest = lambda timeout_s: False
@@ -295,16 +300,12 @@ def test_what_was_kept_for_batches_that_hung_is_released_once_they_have_ended(tm
 
 def test_what_contexts_share_is_not_used_behind_a_batch_that_hangs(tmp_path, device):
     model = SpecialisedSessions(sequence_onnx(tmp_path / "sequence.onnx"))
-    key = BatchKey((("length", 3),))
-    pool = make_pool(model, device, contexts=2)
-    builder = Builder(device, model, 2, captures=True)
-    builder.in_turn = True
-    pool.adopt(builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation()))
+    pool = adopting(model, device, 2)
 
     def run(context):
         """Run a batch, and return how many batches ran call by call so far."""
-        request = make_request(np.full((2, 3), context, np.float32), key=key)
-        source = pool.source(make_batch(request, key=key, context=context))
+        request = make_request(np.full((2, 3), context, np.float32), key=LENGTH)
+        source = pool.source(make_batch(request, key=LENGTH, context=context))
         source.stage()
         pooled = pool.contexts[context]
         pooled.enqueue(source, pooled.untimed)
@@ -319,7 +320,6 @@ def test_what_contexts_share_is_not_used_behind_a_batch_that_hangs(tmp_path, dev
     pool.contexts[0].stream.is_abandoned = False
     assert run(1) == ran + 1
     assert pool.close(WAIT_S) == 0
-    builder.close()
     assert model.alive == 0
 
 
@@ -328,7 +328,7 @@ def test_what_other_shapes_hold_counts(tmp_path, device):
     model = model_of(tmp_path)
     builder = Builder(device, model, 2, captures=True)
     share_nbytes = device.memory().room_nbytes // 2
-    given = {"threads_max": 1, "cancellation": Cancellation()}
+    given = {"one_by_one": True, "cancellation": Cancellation()}
     with pytest.raises(DeviceMemoryError, match="left to shapes with separate contexts"):
         builder.build(SHAPE, SIZES, held_nbytes=share_nbytes - 1000, **given)
     assert model.alive == 0

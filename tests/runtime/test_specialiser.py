@@ -17,7 +17,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.engine import STREAM_END_S
 from asynctrt.errors import OptionsError
 from asynctrt.runtime import calibration, specialised, specialiser
-from asynctrt.runtime.recurring import OFTEN, SHAPES_MAX
+from asynctrt.runtime.specialiser import OFTEN, SHAPES_MAX, WINDOW, RecurringShapes
 from tests.backends.onnx_sessions import CapturableSessions, HostSessions, SpecialisedSessions, in_place
 from tests.benchmarks.lengths import encoder_onnx
 from tests.helpers import WAIT_S
@@ -103,11 +103,13 @@ async def test_until_then_batches_have_few_sizes(path):
         assert engine.statistics().batch_sizes == ()
 
 
-async def test_until_then_contexts_keep_their_sizes_if_changes_take_long(path):
+@pytest.mark.parametrize("fixed", [{}, {"free_dimension_overrides": {"length": 3}}], ids=["varying", "fixed"])
+async def test_without_graphs_contexts_keep_their_sizes_if_changes_take_long(path, fixed):
     """Arrivals at random would have a batch of another size planned each time."""
-    model = SpecialisedSessions(path, change_s=0.05)
+    model = SpecialisedSessions(path, change_s=0.05, **fixed)
     model.capabilities = replace(model.capabilities, is_specialisable=False)
     async with opened(model, max_rows=16, graphs="auto") as engine:
+        assert engine.statistics().batch_sizes == (1, 2, 4, 8, 16)
         changes, batches = model.changes, engine.statistics().batches
         for number in range(60):
             await asyncio.gather(*(check(engine, 3, 1, n) for n in range(1 + 7 * number % 16)))
@@ -278,6 +280,19 @@ async def test_a_rare_shape_gives_way_if_there_is_no_room_for_a_frequent_one(pat
     assert model.alive == 0
 
 
+async def test_a_shape_that_was_refused_is_not_tried_again(path, caplog):
+    caplog.set_level(logging.INFO)
+    model = SpecialisedSessions(path, ways=("refused", *["good"] * 6))
+    async with opened(model) as engine:
+        await until(engine, lambda: "have no separate contexts" in caplog.text)
+        told = model.told
+        for _ in range(2 * OFTEN):
+            await check(engine, 3)
+        assert model.told == told
+        await until(engine, lambda: shapes_of(engine) == {"length=4"}, length=4)
+    assert model.alive == 0
+
+
 async def test_nothing_is_built_for_shapes_that_are_ever_new(path):
     model = SpecialisedSessions(path)
     async with opened(model) as engine:
@@ -370,3 +385,53 @@ async def test_lengths_that_are_padded_get_contexts_of_their_own(tmp_path):
         for one, answer in zip(sent * 3, answers, strict=True):
             np.testing.assert_allclose(answer["output"], alone.run(None, one)[0], atol=1e-5)
     assert model.alive == 0
+
+
+def noted(recurring, *shapes):
+    """Note batches of these shapes, and return which were reported as recurring."""
+    return {shape for shape in shapes if recurring.note(shape)}
+
+
+def test_a_shape_recurs_once_it_has_come_often():
+    recurring = RecurringShapes()
+    assert not noted(recurring, *["a"] * (OFTEN - 1))
+    assert noted(recurring, "a") == {"a"}
+
+
+def test_shapes_that_are_ever_new_do_not_recur():
+    recurring = RecurringShapes()
+    assert not noted(recurring, *range(10_000))
+    assert len(recurring._counts) <= 2 * WINDOW
+
+
+def test_a_shape_that_comes_rarely_among_others_does_not_recur():
+    """It would not pay off, however often it has come over the years."""
+    recurring = RecurringShapes()
+    assert not noted(recurring, *[shape for _ in range(1000) for shape in range(40)])
+
+
+def test_a_shape_that_comes_often_recurs_whatever_comes_beside_it():
+    recurring = RecurringShapes()
+    sent = [shape for number in range(OFTEN + 4) for shape in ("often", *range(10 * number, 10 * number + 9))]
+    assert noted(recurring, *sent) == {"often"}
+
+
+def test_what_came_long_ago_is_forgotten():
+    recurring = RecurringShapes()
+    noted(recurring, *["old"] * WINDOW, *["new"] * (12 * WINDOW))
+    assert not noted(recurring, "old")
+    assert noted(recurring, "new") == {"new"}
+
+
+def test_the_shape_that_came_last_the_longest_time_ago_gives_way():
+    recurring = RecurringShapes()
+    noted(recurring, *["a"] * 20, *["b"] * 20, "a", *["new"] * 60)
+    assert recurring.victim("new", {"a", "b"}) == "b"
+    assert recurring.victim("new", {"a", "b", "never seen"}) == "never seen"
+
+
+def test_no_shape_gives_way_to_one_that_comes_as_often():
+    """Or shapes that take turns would be built for all day."""
+    recurring = RecurringShapes()
+    noted(recurring, *[shape for _ in range(30) for shape in range(9)])
+    assert recurring.victim(8, set(range(8))) is None

@@ -472,9 +472,9 @@ class Careful(FunctionModel):
     A row that nobody sent may be anything: what an earlier batch left, or what is still being written.
     """
 
-    def __init__(self, **kw):
+    def __init__(self):
         specs = [TensorSpec(name, FLOAT, (1,)) for name in ("input", "output")]
-        super().__init__(self.run, inputs=specs[0], outputs=specs[1], name="careful", **kw)
+        super().__init__(self.run, inputs=specs[0], outputs=specs[1], name="careful")
         self.seen = set()
 
     def run(self, inputs, outputs):
@@ -502,8 +502,12 @@ class TestRowsOfOthers:
 
     @staticmethod
     def opening(unified, sizes, device=None, **settings):
-        model = Careful(rows_fixed=4 if sizes == "fixed" else None)
-        model.capabilities = replace(model.capabilities, is_capturable=sizes == "captured")
+        model = Careful()
+        model.capabilities = replace(
+            model.capabilities,
+            is_capturable=sizes == "captured",
+            rows_fixed=4 if sizes == "fixed" else None,
+        )
         device = device or HostDevice(in_place="always", unified=unified)
         settings = {"contexts": 1, "max_rows": 4, **settings}
         if sizes == "captured":

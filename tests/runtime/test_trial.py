@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import logging
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,9 +28,7 @@ class Traced(ModelBase):
     :param replayed: what a graph does, of the arrays of a batch: its inputs and its outputs.
     """
 
-    capabilities = Capabilities(
-        is_capturable=True, is_traced=True, keeps_sizes_apart=True, batch_sizes=None, enqueue_may_block=True
-    )
+    capabilities = Capabilities(is_capturable=True, is_traced=True, enqueue_may_block=True)
 
     def __init__(self, replayed=None, dtype="float32"):
         self.name = "traced"
@@ -63,9 +60,6 @@ class TracedContext:
 
     def __init__(self, model):
         self.model, self.done, self.is_closed = model, [], False
-
-    def keep_apart(self, sizes):
-        self.done.append(("apart", *sizes))
 
     def bind(self, inputs, outputs):
         return TracedBinding(self, [memory.array for memory in inputs], [memory.array for memory in outputs])
@@ -191,15 +185,6 @@ async def test_graphs_that_are_right_run_every_batch_and_a_thread_puts_none_ther
 def device_prefers_graphs(device):
     type_of = type(device)
     device.__class__ = type("Preferring", (type_of,), {"prefers_graphs": True})
-
-
-async def test_who_names_no_sizes_has_no_graphs_by_default():
-    model, device = Traced(), HostDevice(in_place="never")
-    device_prefers_graphs(device)
-    model.capabilities = replace(model.capabilities, batch_sizes=())
-    async with asynctrt.open(model, device=device, max_rows=ROWS_MAX) as engine:
-        assert engine.statistics().graphs == ()
-        await check(engine)
 
 
 async def test_sizes_far_apart_are_replayed_where_they_fit_and_nothing_is_always_padded():
