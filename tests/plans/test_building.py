@@ -173,6 +173,9 @@ def test_the_command(tmp_path):
     assert "Traceback" not in asked.stderr
     done = command("build", path, "-o", tmp_path / "o.plan", "--dims", "length=1:16:32", "--max-rows", "4")
     assert done.returncode == 0, done.stderr
+    assert "Opset version" not in done.stderr
+    told = command("build", path, "-o", tmp_path / "t.plan", "--dims", "length=16", "--verbosity", "20")
+    assert "Opset version" in told.stderr, "what TensorRT says"
     assert "tokens=1x1:4x16:4x32" in done.stdout
     shown = command("inspect", tmp_path / "o.plan")
     assert "tokens: FLOAT[batch, length]" in shown.stdout
