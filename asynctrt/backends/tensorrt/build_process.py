@@ -154,18 +154,12 @@ class _Line:
         self._file = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         self._lock = threading.RLock()
-        self._is_lost = False
 
     def tell(self, content: bytes = b"", **what: Any) -> None:
-        """Send one line, and bytes after it. After the parent has closed the pipe, do nothing."""
+        """Send one line, and bytes after it. The parent kills this process before it stops reading."""
         with self._lock:
-            if self._is_lost:
-                return
-            try:
-                self._file.write(json.dumps(what).encode() + b"\n" + content)
-                self._file.flush()
-            except OSError:
-                self._is_lost = True
+            self._file.write(json.dumps(what).encode() + b"\n" + content)
+            self._file.flush()
 
 
 class _ToParent(logging.Handler):

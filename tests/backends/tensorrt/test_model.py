@@ -207,11 +207,6 @@ def test_the_options_name_a_flavour_too(rtx_plan):
         TensorRTModel(rtx_plan(), device=HostDevice(), options=TensorRTOptions(flavour="tensorrt_lean"))
 
 
-def test_a_real_plan_of_the_other_kind_for_the_double(bench, rtx_plan):
-    with pytest.raises(ModelError, match="Open it with tensorrt_rtx"):
-        bench(model=False).open(rtx_plan())
-
-
 def test_a_header_with_nothing_that_it_announces(bench):
     with pytest.raises(ModelError, match="damaged"):
         bench(model=False).open(header(nbytes=80) + bytes(16))
