@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +34,7 @@ from asynctrt.devices.base import Device, mib
 from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError, OptionsError, UsageError
 from asynctrt.options import Options
 from asynctrt.plans.building import OnnxContent, build_from, read_source, write_plan
-from asynctrt.plans.plan_file import digest_of, installed_versions
+from asynctrt.plans.plan_file import digest_of
 
 NBYTES_MAX: Final = 10 << 30
 """The default limit of all plans in the cache together; the least recently used are evicted first."""
@@ -43,6 +44,9 @@ LOCKS: Final = 2
 
 FORMAT: Final = 1
 """A part of every entry's name: if plans are built or written differently, their entries differ."""
+
+SUFFIXES: Final = ("", "-cu11", "-cu12", "-cu13")
+"""The suffixes of package names: none, or the CUDA version that the package is built for."""
 
 DRIVER: Final = Path("/sys/module/nvidia/version")
 
@@ -289,12 +293,12 @@ def _facts(source: OnnxContent, device: Device, flavour: str | None, options: Bu
 
 def _builder(flavour: str | None) -> tuple[str, str]:
     """Return the package that builds, and its version, without importing it."""
-    installed = installed_versions()
     if flavour is not None and flavour not in BUILDERS:
         raise OptionsError(
             f"{flavour} runs plans, and cannot build them: give the plan, or flavour='tensorrt' or "
             "'tensorrt_rtx'"
         )
+    installed = installed_builders()
     for name in BUILDERS if flavour is None else (flavour,):
         if name in installed:
             return name, installed[name]
@@ -302,6 +306,16 @@ def _builder(flavour: str | None) -> tuple[str, str]:
         f"{flavour or 'no package that builds plans'} is {'not ' if flavour else ''}installed: pip install "
         "'asynctrt[tensorrt]' or 'asynctrt[rtx]'"
     )
+
+
+def installed_builders() -> dict[str, str]:
+    """Return the version of each installed package that builds plans, without importing any."""
+    found = {}
+    for package in BUILDERS:
+        for suffix in SUFFIXES:
+            with suppress(PackageNotFoundError):
+                found[package] = version(package.replace("_", "-") + suffix)
+    return found
 
 
 def _driver() -> str | None:

@@ -95,9 +95,6 @@ def lines_of_plan(found: PlanFile) -> Iterator[str]:
         yield from _row("GPUs", f"compute capability {gpus}")
     else:
         yield from _row("GPUs", "not in the header: the kind on which it was built, unless built for more")
-    for one in found.runners:
-        version = f" {one.version}" if one.version else ""
-        yield from _row("runs with", f"{one.package}{version}: {one.verdict}; {one.why}")
     if found.manifest is not None:
         yield from _row("manifest", "beside it, not signed unless you have checked that; it says:")
         yield from lines_of_manifest(found.manifest)

@@ -47,7 +47,7 @@ class Gpu(HostDevice):
 def folders(tmp_path, monkeypatch):
     for name in ("STATE", "CACHE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
-    monkeypatch.setattr(cache_module, "installed_versions", lambda: {"tensorrt_rtx": "1.7.1.116"})
+    monkeypatch.setattr(cache_module, "installed_builders", lambda: {"tensorrt_rtx": "1.7.1.116"})
     monkeypatch.setattr(cache_module, "DRIVER", tmp_path / "driver")
 
 
@@ -128,7 +128,7 @@ def test_whatever_it_depends_on_makes_another_plan_and_is_said(
     elif what == "options":
         options = {"max_rows": 3}
     elif what == "version":
-        monkeypatch.setattr(cache_module, "installed_versions", lambda: {"tensorrt_rtx": "1.8.0.1"})
+        monkeypatch.setattr(cache_module, "installed_builders", lambda: {"tensorrt_rtx": "1.8.0.1"})
     elif what == "gpu":
         monkeypatch.setattr(Gpu, "gpu", "Imaginary 2")
     else:
@@ -224,7 +224,7 @@ def test_refusals(find, tmp_path, monkeypatch):
         find(flavour="tensorrt_lean")
     with pytest.raises(MissingExtraError, match="tensorrt is not installed: pip install"):
         find(flavour="tensorrt")
-    monkeypatch.setattr(cache_module, "installed_versions", dict)
+    monkeypatch.setattr(cache_module, "installed_builders", dict)
     with pytest.raises(MissingExtraError, match="no package that builds plans is installed"):
         find()
     (tmp_path / "file").write_text("")
