@@ -4,7 +4,6 @@ import hashlib
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Final
 
 from asynctrt.backends.registry import ONNX
 from asynctrt.backends.tensorrt.manifest import Manifest, find_manifest
@@ -15,8 +14,6 @@ from asynctrt.backends.tensorrt.plan import (
     opened,
     read_header,
 )
-
-BEGINNING_NBYTES: Final = max(HEADER_NBYTES, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ def read_plan_file(path: Path) -> PlanFile:
     """
     # Open it only once: the file may be replaced meanwhile.
     with opened(path) as file:
-        beginning = file.read(BEGINNING_NBYTES)
+        beginning = file.read(HEADER_NBYTES)
         digest = digest_of_file(file)
         nbytes = file.tell()
     header = read_header(beginning, where=repr(str(path)), nbytes=nbytes)
@@ -90,7 +87,7 @@ def read_beginning(path: Path) -> bytes:
     :raises ModelError: if it cannot be read.
     """
     with opened(path) as file:
-        return file.read(BEGINNING_NBYTES)
+        return file.read(HEADER_NBYTES)
 
 
 def is_plan(beginning: bytes) -> bool:
