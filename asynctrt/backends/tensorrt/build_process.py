@@ -30,9 +30,6 @@ from asynctrt.errors import AsynctrtError, BuildError, InternalError
 
 PR_SET_PDEATHSIG: Final = 1
 
-TAIL: Final = 1000
-"""The maximum number of characters of a crashed process's output in a message."""
-
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
@@ -78,7 +75,7 @@ def build_in_process(
         if built is not None:
             return built
         said.seek(0)
-        tail = said.read().decode(errors="replace").strip()[-TAIL:]
+        tail = said.read().decode(errors="replace").strip()[-errors.DESCRIBED_MAX :]
     if status == -signal.SIGINT or cancellation.is_cancelled:
         raise errors.UsageError(f"building a plan from {str(path)!r} was interrupted")
     raise BuildError(

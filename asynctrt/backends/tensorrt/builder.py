@@ -17,7 +17,14 @@ from asynctrt._util.files import read_regular, write_whole
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.abilities import asks_parser
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
-from asynctrt.backends.tensorrt.messages import LogSubscription, TensorRTErrors, callback, keep_alive, log_of
+from asynctrt.backends.tensorrt.messages import (
+    ERRORS_MAX,
+    LogSubscription,
+    TensorRTErrors,
+    callback,
+    keep_alive,
+    log_of,
+)
 from asynctrt.backends.tensorrt.plugins import register_plugins
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_text, profiles_of
 from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
@@ -25,9 +32,6 @@ from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError
 
 CACHE_NBYTES_MAX: Final = 4 << 30
-
-ERRORS_MAX: Final = 8
-"""The maximum number of parser errors in a message."""
 
 FAULTS: Final = {
     r"deserialize|failed to parse the onnx": "this is not an ONNX model, or a damaged one. Export it again",

@@ -11,17 +11,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Final
 
-from asynctrt._util.files import open_regular
-from asynctrt.errors import ModelError
+from asynctrt._util.files import CONFIG_NBYTES_MAX, read_regular
+from asynctrt.errors import SHOWN_MAX, ModelError
 
 FORMAT: Final = "asynctrt-plan-1"
 
 SUFFIX: Final = ".json"
-
-FILE_NBYTES_MAX: Final = 4 << 20
-
-NAME_MAX: Final = 60
-"""The maximum number of characters kept of a dimension's name."""
 
 KINDS: Final[dict[str, type | UnionType]] = {
     **dict.fromkeys(("plan_digest", "model", "model_digest", "builder"), str),
@@ -82,7 +77,7 @@ class Manifest:
     def dimension_names(self) -> dict[tuple[str, int], str]:
         """Return the names of dimensions by input and axis."""
         names = {
-            (tensor.name, axis): "".join(filter(str.isprintable, dim))[:NAME_MAX]
+            (tensor.name, axis): "".join(filter(str.isprintable, dim))[:SHOWN_MAX]
             for tensor in self.inputs
             for axis, dim in enumerate(tensor.dims)
             if isinstance(dim, str)
@@ -101,11 +96,7 @@ def read_manifest(path: Path) -> Manifest:
     :raises ModelError: if it cannot be read, or is not a manifest.
     """
     try:
-        with open_regular(path) as file:
-            raw = file.read(FILE_NBYTES_MAX + 1)
-        if len(raw) > FILE_NBYTES_MAX:
-            raise ValueError("it is too large")
-        content = json.loads(raw)
+        content = json.loads(read_regular(path, CONFIG_NBYTES_MAX))
         if content.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         for side in ("inputs", "outputs"):
