@@ -14,11 +14,11 @@ from asynctrt.backends.onnx_objects import external_names
 from asynctrt.backends.registry import PLAN_SUFFIXES
 from asynctrt.backends.tensorrt.build_process import build_in_process
 from asynctrt.backends.tensorrt.builder import Built, Report, build_plan
-from asynctrt.backends.tensorrt.built_here import record
 from asynctrt.backends.tensorrt.flavours import find_builder
 from asynctrt.backends.tensorrt.manifest import Manifest, ManifestTensor, manifest_path
 from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
+from asynctrt.backends.tensorrt.trust import record
 from asynctrt.core.loading import find_device
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, OptionsError

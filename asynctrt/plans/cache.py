@@ -25,9 +25,9 @@ from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.registry import ONNX, PLAN_SUFFIXES
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.backends.tensorrt.builder import BuildStep
-from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.backends.tensorrt.manifest import SUFFIX, manifest_path, read_manifest
 from asynctrt.backends.tensorrt.plan import Plan, read_header
+from asynctrt.backends.tensorrt.trust import is_recorded
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.core.loading import load_model
 from asynctrt.devices.base import Device, mib

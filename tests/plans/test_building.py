@@ -12,9 +12,9 @@ import onnx
 import pytest
 
 import asynctrt
-from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.backends.tensorrt.manifest import manifest_path, read_manifest
 from asynctrt.backends.tensorrt.plan import read_header, read_plan
+from asynctrt.backends.tensorrt.trust import is_recorded
 from asynctrt.errors import BuildError, ModelError, ModelNotFoundError, OptionsError
 from asynctrt.plans import building as building_module
 from asynctrt.plans.building import build_from, read_source

@@ -15,7 +15,7 @@ import pytest
 
 import asynctrt
 from asynctrt.backends.build_options import BuildOptions
-from asynctrt.backends.tensorrt import TensorRTModel, built_here
+from asynctrt.backends.tensorrt import TensorRTModel, trust
 from asynctrt.backends.tensorrt.manifest import Manifest, manifest_path
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
@@ -175,7 +175,7 @@ def test_an_entry_that_is_not_what_was_built_is_built_again(find, caplog, damage
     elif damage == "no manifest":
         manifest_path(path).unlink()
     else:
-        built_here.records_path().unlink()
+        trust.records_path().unlink()
     assert [find(), find()] == [False, True]
     assert "building a plan from" in caplog.text
     assert caplog.text.count("it is not in the cache") == 1, "the reason of the second is another"
