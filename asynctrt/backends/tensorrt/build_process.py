@@ -23,7 +23,7 @@ from asynctrt import errors
 from asynctrt._util.cancellation import current
 from asynctrt._util.process import child_command
 from asynctrt.backends.build_options import BuildOptions
-from asynctrt.backends.tensorrt.builder import BuildStep, Built, ParserFault, Report, build_plan
+from asynctrt.backends.tensorrt.builder import BuildStep, Built, Report, build_plan
 from asynctrt.backends.tensorrt.flavours import find_builder
 from asynctrt.backends.tensorrt.profiles import NetworkTensor
 from asynctrt.errors import AsynctrtError, BuildError, InternalError
@@ -125,8 +125,6 @@ def _name_of(status: int) -> str:
 def _error_of(told: Mapping[str, Any]) -> AsynctrtError:
     kind = getattr(errors, told["type"], InternalError)
     error: AsynctrtError = kind(told["message"])
-    if isinstance(error, BuildError):
-        error.faults = tuple(ParserFault(**fault) for fault in told["faults"])
     return error
 
 
@@ -184,8 +182,7 @@ def main() -> None:
     try:
         built = _build(order, model, line)
     except AsynctrtError as error:
-        faults = [dataclasses.asdict(fault) for fault in getattr(error, "faults", ())]
-        line.tell(error={"type": type(error).__name__, "message": str(error), "faults": faults})
+        line.tell(error={"type": type(error).__name__, "message": str(error)})
     else:
         content = built.content
         told = dataclasses.asdict(dataclasses.replace(built, content=b""))

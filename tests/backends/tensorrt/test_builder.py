@@ -89,13 +89,8 @@ def test_an_operator_that_there_is_not(tmp_path):
         [("x", F, ["n", 4])],
         [("y", F, ["n", 4])],
     )
-    with pytest.raises(
-        BuildError, match=r"node 0 'the_node' \(Foo\): .*\.cpp:\d+ .*Export the model"
-    ) as info:
+    with pytest.raises(BuildError, match=r"node 0 'the_node' \(Foo\): .*\.cpp:\d+ .*Export the model"):
         build(path)
-    (fault,) = info.value.faults
-    assert (fault.node, fault.node_name, fault.operator) == (0, "the_node", "Foo")
-    assert re.fullmatch(r"\w+\.cpp:\d+ \w+", fault.source)
 
 
 @pytest.mark.parametrize("kind", ["NonZero", "Compress"])
@@ -498,9 +493,8 @@ def test_an_error_of_the_parser_of_8_6_has_no_names(model):
     fault = Part(
         "ParserError", **{name: lambda value=value: value for name, value in (*told.items(), ("node", 3))}
     )
-    with pytest.raises(BuildError, match=r"by tensorrt 8.6.0: node 3: No importer .*m.cpp:7 parse") as info:
+    with pytest.raises(BuildError, match=r"by tensorrt 8.6.0: node 3: No importer .*m.cpp:7 parse"):
         Library86("8.6.0", (fault,)).build(model)
-    assert (info.value.faults[0].node_name, info.value.faults[0].operator) == ("", "")
 
 
 def test_what_8_6_lacks_is_refused(model):
