@@ -29,8 +29,6 @@ class PlanFile:
     tag: str
     version: str
     """The version of the library that built it."""
-    layout: int
-    parts: int
     compute_capabilities: tuple[str, ...] | None
     """The GPUs that it was built for; ``None`` for plans of TensorRT, whose headers do not say."""
     surplus_nbytes: int
@@ -72,8 +70,6 @@ def read_plan_file(path: Path) -> PlanFile:
         kind=header.kind,
         tag=header.tag.decode(),
         version=header.version_text,
-        layout=header.layout,
-        parts=header.parts,
         compute_capabilities=None if capabilities is None else tuple(map(capability_text, capabilities)),
         surplus_nbytes=nbytes - header.nbytes,
         manifest=find_manifest(path, digest),

@@ -87,7 +87,6 @@ def lines_of_plan(found: PlanFile) -> Iterator[str]:
     yield from _row("file", f"{found.path}, {mib(found.nbytes)}")
     yield from _row("sha256", found.digest)
     yield from _row("kind", f"a plan of {found.kind} {found.version} (it begins with {found.tag!r})")
-    yield from _row("header", f"layout {found.layout}, {found.parts} parts")
     if found.surplus_nbytes:
         yield from _row("surplus", f"{found.surplus_nbytes:,} bytes after the plan's end")
     if found.compute_capabilities is not None:
