@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import hashlib
-import json
 import logging
 import os
 import subprocess
@@ -70,11 +69,11 @@ class Builder:
         self.calls = []
         self.padding = b""
 
-    def __call__(self, source, flavour, options, *, device, report, key):
+    def __call__(self, source, flavour, options, *, device, report):
         self.calls.append(options)
         content = double_plan(EngineSpec(name=str(len(self.calls)))) + self.padding
-        facts = (hashlib.sha256(content).hexdigest(), len(content), "m.onnx", "", 0, {}, flavour, device.gpu)
-        manifest = Manifest(*facts, (), (), (), 1, (), {}, key=json.loads(json.dumps(key)))
+        facts = (hashlib.sha256(content).hexdigest(), len(content), "m.onnx", "", {}, flavour, device.gpu)
+        manifest = Manifest(*facts, (), (), (), (), {})
         return dataclasses.make_dataclass("Built", ["content"])(content), manifest
 
 
@@ -107,21 +106,9 @@ def test_a_plan_is_built_once(find, builder):
     assert PlanCache.of_user().folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("model", 'model was "'),
-        ("options", 'options was {"flavour"'),
-        ("version", 'version was "1.7.1.116" and is "1.8.0.1"'),
-        ("gpu", 'gpu was "Imaginary 1" and is "Imaginary 2"'),
-        ("driver", 'driver was null and is "580.1"'),
-    ],
-)
-def test_whatever_it_depends_on_makes_another_plan_and_is_said(
-    find, model, device, monkeypatch, caplog, tmp_path, what, said
-):
+@pytest.mark.parametrize("what", ["model", "options", "version", "gpu", "driver"])
+def test_whatever_it_depends_on_makes_another_plan(find, model, monkeypatch, tmp_path, what):
     assert not find()
-    caplog.set_level(logging.INFO, "asynctrt")
     options = {}
     if what == "model":
         double_onnx(model, dims=(8,))
@@ -134,7 +121,6 @@ def test_whatever_it_depends_on_makes_another_plan_and_is_said(
     else:
         (tmp_path / "driver").write_text("580.1\n")
     assert not find(**options)
-    assert said in caplog.text
     assert find(**options)
 
 
@@ -341,9 +327,9 @@ from asynctrt.backends.build_options import BuildOptions
 from asynctrt.devices.host import HostDevice
 from asynctrt.plans import cache
 build = cache.build_from
-def slow(source, flavour, options, *, device, report, key):
+def slow(source, flavour, options, *, device, report):
     print("building", flush=True)
-    return build(source, flavour, options, report=report, key=key)
+    return build(source, flavour, options, report=report)
 cache.build_from = slow
 found = cache.PlanCache.of_user().plan_for(Path(sys.argv[1]), HostDevice(), "tensorrt_rtx", BuildOptions())
 print(found.plan.header.nbytes)

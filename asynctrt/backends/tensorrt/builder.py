@@ -93,7 +93,6 @@ class Built:
     inputs: tuple[NetworkTensor, ...]
     outputs: tuple[NetworkTensor, ...]
     profiles: tuple[dict[str, Range], ...]
-    layers: int
     plugins: tuple[str, ...] = ()
     """Libraries of TensorRT's own plugins packed into a version-compatible plan."""
 
@@ -164,7 +163,6 @@ def build_plan(
         inputs,
         outputs,
         profiles,
-        int(made.network.num_layers),
         tuple(made.plugins),
     )
 

@@ -6,7 +6,7 @@ It is for people and messages. It never decides what runs, and only applies to t
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final
@@ -20,8 +20,8 @@ SUFFIX: Final = ".json"
 
 KINDS: Final[dict[str, type | UnionType]] = {
     **dict.fromkeys(("plan_digest", "model", "model_digest", "builder"), str),
-    **dict.fromkeys(("plan_nbytes", "model_nbytes", "layers"), int),
-    **dict.fromkeys(("external", "options", "key"), dict),
+    "plan_nbytes": int,
+    **dict.fromkeys(("external", "options"), dict),
     "gpu": str | None,
 }
 """The types of the parts of a manifest that are not checked individually."""
@@ -51,7 +51,6 @@ class Manifest:
     """The name of the file."""
     model_digest: str
     """SHA-256 of that file."""
-    model_nbytes: int
     external: Mapping[str, str]
     """Files beside the model that hold weights, and the SHA-256 of each."""
     builder: str
@@ -62,13 +61,9 @@ class Manifest:
     outputs: tuple[ManifestTensor, ...]
     profiles: tuple[str, ...]
     """In text notation."""
-    layers: int
-    """Layers of the network, before fusion."""
     plugins: tuple[str, ...]
     """Libraries that are packed into the plan or needed by it."""
     options: Mapping[str, Any]
-    key: Mapping[str, Any] = field(default_factory=dict)
-    """The key in the plan cache."""
 
     def as_text(self) -> str:
         """Return the manifest as the text of the file beside its plan."""
@@ -103,7 +98,8 @@ def read_manifest(path: Path) -> Manifest:
             content[side] = tuple(_tensor(one) for one in content[side])
         for name in ("profiles", "plugins"):
             content[name] = tuple(map(str, content[name]))
-        made = Manifest(**content)
+        # Earlier versions wrote more.
+        made = Manifest(**{item.name: content[item.name] for item in fields(Manifest)})
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"the manifest {str(path)!r} cannot be read: {error}. Build the plan again, or remove it"
