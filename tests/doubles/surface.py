@@ -6,8 +6,9 @@ record them again::
 
     python -m tests.doubles.surface
 
-It needs a package index, a C compiler and ``readelf``, and downloads 6 MB: stubs take the place of the
-libraries that the bindings name, since nothing is called.
+A new member of the double needs that too, because members that it lacks are left out. The command needs a
+package index, a C compiler and ``readelf``, and downloads 6 MB: stubs take the place of the libraries that
+the bindings name, since nothing is called.
 """
 
 import inspect
@@ -154,6 +155,25 @@ def recorded(name):
     return found
 
 
+def double_of(name):
+    """Return the double of a package, which is named by its flavour and its version."""
+    from asynctrt.devices.host import HostDevice
+    from tests.doubles.tensorrt import StrictTensorRT
+
+    flavour, version = name.split("-")
+    return StrictTensorRT(HostDevice(), version=version, flavour=flavour)
+
+
+def compared(found):
+    """Return a surface without members that no version of the double has: nothing compares them."""
+    doubles = [surface_of(double_of(name))["classes"] for name in RECORDED]
+    classes = {
+        kind: {name: said for name, said in of.items() if any(name in one.get(kind, ()) for one in doubles)}
+        for kind, of in found["classes"].items()
+    }
+    return found | {"classes": classes}
+
+
 def record(requirement, module, folder):
     """Return the surface of a wheel, which another process imports from an empty folder."""
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
@@ -199,7 +219,7 @@ def main():
         if "_lean" in name:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            found = record(requirement, module, Path(folder))
+            found = compared(record(requirement, module, Path(folder)))
         (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
         print(f"{name}: {len(found['classes'])} classes, {len(found['enums'])} enums", flush=True)
 
