@@ -13,7 +13,7 @@ from asynctrt.backends.onnx_objects import external_names
 from asynctrt.backends.registry import PLAN_SUFFIXES
 from asynctrt.backends.tensorrt.build_process import build_in_process
 from asynctrt.backends.tensorrt.builder import Built, Report
-from asynctrt.backends.tensorrt.manifest import Manifest, ManifestTensor, manifest_path
+from asynctrt.backends.tensorrt.manifest import Manifest, NamedTensor, manifest_path
 from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
 from asynctrt.backends.tensorrt.trust import record
@@ -156,9 +156,9 @@ def _describe(source: OnnxContent, built: Built, options: BuildOptions, gpu: str
     )
 
 
-def _tensor(tensor: NetworkTensor) -> ManifestTensor:
+def _tensor(tensor: NetworkTensor) -> NamedTensor:
     dims = tuple(tensor.name_of(axis) if size < 0 else size for axis, size in enumerate(tensor.shape))
-    return ManifestTensor(tensor.name, tensor.dtype, dims)
+    return NamedTensor(tensor.name, tensor.dtype, dims)
 
 
 def _external(path: Path, content: bytes) -> dict[str, str]:

@@ -43,22 +43,12 @@ def find_plan(path: Path) -> PlanFile | None:
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it is neither, or a damaged plan.
     """
-    beginning = read_beginning(path)
-    # An ONNX model has no signature. Any other file is read as a plan, whose errors explain the mismatch.
-    if not is_plan(beginning) and (path.suffix == ONNX.suffixes[0] or beginning[:1] == b"\x08"):
-        return None
-    return read_plan_file(path)
-
-
-def read_plan_file(path: Path) -> PlanFile:
-    """Read a plan's header and digest without running any of its code.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it is not a plan, or is truncated.
-    """
     # Open it only once: the file may be replaced meanwhile.
     with opened(path) as file:
         beginning = file.read(HEADER_NBYTES)
+        # An ONNX model has no signature. Any other file is read as a plan, whose errors explain the mismatch.
+        if not is_plan(beginning) and (path.suffix == ONNX.suffixes[0] or beginning[:1] == b"\x08"):
+            return None
         digest = digest_of_file(file)
         nbytes = file.tell()
     header = read_header(beginning, where=repr(str(path)), nbytes=nbytes)

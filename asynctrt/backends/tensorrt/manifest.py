@@ -30,12 +30,12 @@ logger = logging.getLogger("asynctrt.tensorrt")
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestTensor:
-    """An input or output of the network that the plan was built from."""
+class NamedTensor:
+    """An input or output with the names of its dimensions."""
 
     name: str
     dtype: str
-    """TensorRT's name: ``FLOAT``."""
+    """In a manifest TensorRT's name: ``FLOAT``."""
     dims: tuple[int | str, ...]
     """Sizes, or names of dimensions: ``INPUT.AXIS`` for unnamed ones."""
 
@@ -57,8 +57,8 @@ class Manifest:
     """``tensorrt_rtx 1.7.1.116``."""
     gpu: str | None
     """The GPU that the plan was built on, or ``None`` without one."""
-    inputs: tuple[ManifestTensor, ...]
-    outputs: tuple[ManifestTensor, ...]
+    inputs: tuple[NamedTensor, ...]
+    outputs: tuple[NamedTensor, ...]
     profiles: tuple[str, ...]
     """In text notation."""
     plugins: tuple[str, ...]
@@ -132,8 +132,8 @@ def find_manifest(plan: Path | None, digest: str) -> Manifest | None:
     return found
 
 
-def _tensor(given: Mapping[str, Any]) -> ManifestTensor:
+def _tensor(given: Mapping[str, Any]) -> NamedTensor:
     dims = tuple(given["dims"])
     if not all(isinstance(dim, int | str) for dim in dims):
         raise TypeError("a dimension is neither a size nor a name")
-    return ManifestTensor(str(given["name"]), str(given["dtype"]), dims)
+    return NamedTensor(str(given["name"]), str(given["dtype"]), dims)

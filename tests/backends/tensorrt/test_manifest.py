@@ -10,7 +10,7 @@ import pytest
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.backends.tensorrt.manifest import (
     Manifest,
-    ManifestTensor,
+    NamedTensor,
     find_manifest,
     manifest_path,
     read_manifest,
@@ -31,7 +31,7 @@ def manifest(plan=PLAN, **changed):
         "external": {"weights.bin": "1" * 64},
         "builder": "tensorrt_rtx 1.7.1.116",
         "gpu": None,
-        "inputs": (ManifestTensor("tokens", "INT32", ("batch", "length")),),
+        "inputs": (NamedTensor("tokens", "INT32", ("batch", "length")),),
         "outputs": (),
         "profiles": ("tokens=1x1:8x8:8x8",),
         "plugins": (),
@@ -97,7 +97,7 @@ def test_it_counts_for_its_plan_alone(tmp_path, caplog):
 
 
 def test_names_that_could_write_to_a_terminal():
-    named = manifest(inputs=(ManifestTensor("x", "FLOAT", (4, "le\x1b[31mngth", "\n")),))
+    named = manifest(inputs=(NamedTensor("x", "FLOAT", (4, "le\x1b[31mngth", "\n")),))
     assert named.dimension_names() == {("x", 1): "le[31mngth"}
 
 
@@ -117,7 +117,7 @@ def test_messages_of_a_plan_have_the_names_of_its_model(tmp_path):
 
     without = dims()
     assert without[:2] == [("tokens.1",), ("mask.1",)]
-    both = tuple(ManifestTensor(name, "FLOAT", ("batch", "length")) for name in ("tokens", "mask"))
+    both = tuple(NamedTensor(name, "FLOAT", ("batch", "length")) for name in ("tokens", "mask"))
     manifest_path(plan).write_text(manifest(content, inputs=both).as_text())
     assert dims() == [("length",)] * 4
     manifest_path(plan).write_text(manifest(b"other", inputs=both).as_text())
