@@ -76,9 +76,6 @@ class UntrustedError(ModelError):
 class BuildError(ModelError):
     """No plan could be built from the model. The message reports what the parser or the builder found."""
 
-    faults: tuple[Any, ...] = ()
-    """The parser's faults, one per node: :class:`asynctrt.backends.tensorrt.builder.ParserFault`."""
-
 
 class RequestError(CallerError):
     """A message to a server breaks the protocol. The error names the field and what it should be."""

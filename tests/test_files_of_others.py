@@ -10,12 +10,12 @@ import pytest
 import asynctrt
 from asynctrt._util.files import SpecialFileError, open_regular, read_regular
 from asynctrt.backends.tensorrt.abilities import check_lean_runtime
-from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.jit import KernelCache
 from asynctrt.backends.tensorrt.manifest import read_manifest
 from asynctrt.backends.tensorrt.plan import read_plan
 from asynctrt.backends.tensorrt.signatures import check_signature
+from asynctrt.backends.tensorrt.trust import is_recorded
 from asynctrt.core.loading import load_model
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, CallerError, ModelError

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -441,6 +442,9 @@ def _build(ctx: typer.Context, model: str, **given: Any) -> None:
 
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     files = {name: settings.pop(name, None) for name in ("plan", "device")}
+    if "verbosity" in settings:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("asynctrt").setLevel(settings["verbosity"])
     try:
         with build_bar(err) as progress:
             built = build(model, progress=progress, **files, **settings)

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -13,12 +12,11 @@ from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.onnx_objects import external_names
 from asynctrt.backends.registry import PLAN_SUFFIXES
 from asynctrt.backends.tensorrt.build_process import build_in_process
-from asynctrt.backends.tensorrt.builder import Built, Report, build_plan
-from asynctrt.backends.tensorrt.built_here import record
-from asynctrt.backends.tensorrt.flavours import find_builder
-from asynctrt.backends.tensorrt.manifest import Manifest, ManifestTensor, manifest_path
+from asynctrt.backends.tensorrt.builder import Built, Report
+from asynctrt.backends.tensorrt.manifest import Manifest, NamedTensor, manifest_path
 from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
+from asynctrt.backends.tensorrt.trust import record
 from asynctrt.core.loading import find_device
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, OptionsError
@@ -104,34 +102,27 @@ def read_source(path: Path) -> OnnxContent:
 
 def build_from(
     source: OnnxContent,
-    flavour: Any,
+    flavour: str | None,
     options: BuildOptions,
     *,
     device: str | Device | None = None,
     report: Report | None = None,
-    key: Mapping[str, Any] | None = None,
 ) -> tuple[Built, Manifest]:
     """Build a plan in a child process, and describe it.
 
-    :param flavour: the name of a package, ``None`` for the first one installed; or a stand-in for a package,
-        with which the plan is built in this process.
-    :param key: the facts by which the plan cache identifies it.
+    :param flavour: the name of a package, or ``None`` for the first one installed.
     """
     found = None if device is None else find_device(device)
     try:
-        if flavour is None or isinstance(flavour, str):
-            name = None if found is None else found.name
-            built = build_in_process(source.content, source.path, flavour, options, name, report)
-        else:
-            builder = find_builder(flavour)
-            built = build_plan(source.content, source.path, builder, options, report, device=found)
+        name = None if found is None else found.name
+        built = build_in_process(source.content, source.path, flavour, options, name, report)
         if _external(source.path, source.content) != source.external:
             # The plan would be recorded with the digests of other weights.
             raise BuildError(
                 f"files beside {str(source.path)!r} that hold its weights were changed while the plan was "
                 "built. Build it again when they are complete"
             )
-        return built, _describe(source, built, options, None if found is None else found.gpu, key or {})
+        return built, _describe(source, built, options, None if found is None else found.gpu)
     finally:
         if found is not None and found is not device:
             found.close()
@@ -148,31 +139,26 @@ def write_plan(target: Path, content: bytes, manifest: Manifest) -> None:
     record(manifest.plan_digest)
 
 
-def _describe(
-    source: OnnxContent, built: Built, options: BuildOptions, gpu: str | None, key: Mapping[str, Any]
-) -> Manifest:
+def _describe(source: OnnxContent, built: Built, options: BuildOptions, gpu: str | None) -> Manifest:
     return Manifest(
         plan_digest=hashlib.sha256(built.content).hexdigest(),
         plan_nbytes=len(built.content),
         model=source.path.name,
         model_digest=source.digest,
-        model_nbytes=len(source.content),
         external=source.external,
         builder=f"{built.flavour} {built.version}",
         gpu=gpu,
         inputs=tuple(map(_tensor, built.inputs)),
         outputs=tuple(map(_tensor, built.outputs)),
         profiles=tuple(map(profile_text, built.profiles)),
-        layers=built.layers,
         plugins=(*built.plugins, *options.plugins),
         options=options.as_json(),
-        key=key,
     )
 
 
-def _tensor(tensor: NetworkTensor) -> ManifestTensor:
+def _tensor(tensor: NetworkTensor) -> NamedTensor:
     dims = tuple(tensor.name_of(axis) if size < 0 else size for axis, size in enumerate(tensor.shape))
-    return ManifestTensor(tensor.name, tensor.dtype, dims)
+    return NamedTensor(tensor.name, tensor.dtype, dims)
 
 
 def _external(path: Path, content: bytes) -> dict[str, str]:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,16 +25,16 @@ from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.registry import ONNX, PLAN_SUFFIXES
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.backends.tensorrt.builder import BuildStep
-from asynctrt.backends.tensorrt.built_here import is_recorded
-from asynctrt.backends.tensorrt.manifest import SUFFIX, manifest_path, read_manifest
+from asynctrt.backends.tensorrt.manifest import manifest_path, read_manifest
 from asynctrt.backends.tensorrt.plan import Plan, read_header
+from asynctrt.backends.tensorrt.trust import is_recorded
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.core.loading import load_model
 from asynctrt.devices.base import Device, mib
 from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError, OptionsError, UsageError
 from asynctrt.options import Options
 from asynctrt.plans.building import OnnxContent, build_from, read_source, write_plan
-from asynctrt.plans.plan_file import digest_of, installed_versions
+from asynctrt.plans.plan_file import digest_of
 
 NBYTES_MAX: Final = 10 << 30
 """The default limit of all plans in the cache together; the least recently used are evicted first."""
@@ -43,6 +44,9 @@ LOCKS: Final = 2
 
 FORMAT: Final = 1
 """A part of every entry's name: if plans are built or written differently, their entries differ."""
+
+SUFFIXES: Final = ("", "-cu11", "-cu12", "-cu13")
+"""The suffixes of package names: none, or the CUDA version that the package is built for."""
 
 DRIVER: Final = Path("/sys/module/nvidia/version")
 
@@ -96,7 +100,7 @@ class PlanCache:
             plan, reason = self._find(path, source)
             if plan is not None:
                 return CachedPlan(plan, is_hit=True)
-            reason = reason or self._why_not(facts) or "it is not in the cache"
+            reason = reason or "it is not in the cache"
             content = self._build(source, device, facts, options, path, reason)
         self._shrink(path)
         return CachedPlan(content, is_hit=False)
@@ -110,8 +114,7 @@ class PlanCache:
             _remove(path)
 
     def _path_of(self, facts: Mapping[str, Any]) -> Path:
-        known = {name: value for name, value in facts.items() if name != "path"}
-        return self.folder / (_digest(json.dumps(known, sort_keys=True)) + ".plan")
+        return self.folder / (_digest(json.dumps(facts, sort_keys=True)) + ".plan")
 
     def _make_folder(self) -> None:
         try:
@@ -144,24 +147,6 @@ class PlanCache:
             os.utime(path)  # Record its last use, for eviction.
         return Plan(where, source.path.stem, content, header, path), None
 
-    def _why_not(self, facts: Mapping[str, Any]) -> str | None:
-        """Return how the latest entry for the same file differs, or ``None`` if there is none."""
-        latest, latest_ns = None, -1
-        for beside in self.folder.glob(f"*.plan{SUFFIX}"):
-            with suppress(ModelError, OSError):
-                key = read_manifest(beside).key
-                changed_ns = beside.stat().st_mtime_ns
-                if key.get("path") == facts["path"] and changed_ns > latest_ns:
-                    latest, latest_ns = key, changed_ns
-        if latest is None:
-            return None
-        changed = [
-            f"{name} was {_short(latest.get(name))} and is {_short(value)}"
-            for name, value in facts.items()
-            if latest.get(name) != value
-        ]
-        return "; ".join(changed) or None
-
     def _build(
         self,
         source: OnnxContent,
@@ -183,9 +168,7 @@ class PlanCache:
         for left in self.folder.glob(f".{path.stem}.*"):  # By a process that was killed while it wrote.
             with suppress(OSError):
                 left.unlink()
-        built, manifest = build_from(
-            source, facts["flavour"], options, device=device, report=report, key=facts
-        )
+        built, manifest = build_from(source, facts["flavour"], options, device=device, report=report)
         write_plan(path, built.content, manifest)
         seconds = (now_ns() - start_ns) / 1e9
         PROGRESS.info("built a plan of %s from %r in %.1f s", mib(len(built.content)), where, seconds)
@@ -274,7 +257,6 @@ def _facts(source: OnnxContent, device: Device, flavour: str | None, options: Bu
     settings["plugins"] = {path: digest_of(Path(path)) for path in options.plugins}
     capability = device.compute_capability
     return {
-        "path": os.path.realpath(source.path),
         "model": source.digest,
         "external": source.external,
         "options": settings,
@@ -289,12 +271,12 @@ def _facts(source: OnnxContent, device: Device, flavour: str | None, options: Bu
 
 def _builder(flavour: str | None) -> tuple[str, str]:
     """Return the package that builds, and its version, without importing it."""
-    installed = installed_versions()
     if flavour is not None and flavour not in BUILDERS:
         raise OptionsError(
             f"{flavour} runs plans, and cannot build them: give the plan, or flavour='tensorrt' or "
             "'tensorrt_rtx'"
         )
+    installed = installed_builders()
     for name in BUILDERS if flavour is None else (flavour,):
         if name in installed:
             return name, installed[name]
@@ -302,6 +284,16 @@ def _builder(flavour: str | None) -> tuple[str, str]:
         f"{flavour or 'no package that builds plans'} is {'not ' if flavour else ''}installed: pip install "
         "'asynctrt[tensorrt]' or 'asynctrt[rtx]'"
     )
+
+
+def installed_builders() -> dict[str, str]:
+    """Return the version of each installed package that builds plans, without importing any."""
+    found = {}
+    for package in BUILDERS:
+        for suffix in SUFFIXES:
+            with suppress(PackageNotFoundError):
+                found[package] = version(package.replace("_", "-") + suffix)
+    return found
 
 
 def _driver() -> str | None:
@@ -313,11 +305,6 @@ def _driver() -> str | None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _remove(path: Path) -> None:

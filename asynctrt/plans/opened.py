@@ -9,6 +9,7 @@ from typing import Any, Final
 from asynctrt.backends.base import Model
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt.details import EngineDetails
+from asynctrt.backends.tensorrt.manifest import NamedTensor
 from asynctrt.backends.tensorrt.model import TensorRTModel
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.core.assembly import build_on, is_specialisable
@@ -21,16 +22,6 @@ from asynctrt.tensors import TensorSpec
 
 CLOSE_S: Final = 1.0
 """How long the streams of the trial may take to become idle."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedTensor:
-    """An input or output of a model, as it is served."""
-
-    name: str
-    dtype: str
-    dims: tuple[int | str, ...]
-    """The whole shape, with names for dimensions that may vary and ``rows`` for the axis of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +42,9 @@ class Opened:
     runtime: str
     """For example ``tensorrt_lean 11.4.0.106`` or ``ONNX Runtime``."""
     device: str
-    inputs: tuple[OpenedTensor, ...]
-    outputs: tuple[OpenedTensor, ...]
+    inputs: tuple[NamedTensor, ...]
+    """As they are served: ``rows`` is the axis of rows."""
+    outputs: tuple[NamedTensor, ...]
     rows: tuple[int | None, int | None]
     """The smallest and the largest batch; ``None`` for any number of rows."""
     batching: str = ""
@@ -166,5 +158,5 @@ def describe(model: Model, device: Device) -> Opened:
     )
 
 
-def _tensors(specs: Sequence[TensorSpec]) -> tuple[OpenedTensor, ...]:
-    return tuple(OpenedTensor(spec.name, spec.dtype.name, spec.shape("rows")) for spec in specs)
+def _tensors(specs: Sequence[TensorSpec]) -> tuple[NamedTensor, ...]:
+    return tuple(NamedTensor(spec.name, spec.dtype.name, spec.shape("rows")) for spec in specs)

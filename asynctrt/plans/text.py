@@ -87,7 +87,6 @@ def lines_of_plan(found: PlanFile) -> Iterator[str]:
     yield from _row("file", f"{found.path}, {mib(found.nbytes)}")
     yield from _row("sha256", found.digest)
     yield from _row("kind", f"a plan of {found.kind} {found.version} (it begins with {found.tag!r})")
-    yield from _row("header", f"layout {found.layout}, {found.parts} parts")
     if found.surplus_nbytes:
         yield from _row("surplus", f"{found.surplus_nbytes:,} bytes after the plan's end")
     if found.compute_capabilities is not None:
@@ -95,9 +94,6 @@ def lines_of_plan(found: PlanFile) -> Iterator[str]:
         yield from _row("GPUs", f"compute capability {gpus}")
     else:
         yield from _row("GPUs", "not in the header: the kind on which it was built, unless built for more")
-    for one in found.runners:
-        version = f" {one.version}" if one.version else ""
-        yield from _row("runs with", f"{one.package}{version}: {one.verdict}; {one.why}")
     if found.manifest is not None:
         yield from _row("manifest", "beside it, not signed unless you have checked that; it says:")
         yield from lines_of_manifest(found.manifest)

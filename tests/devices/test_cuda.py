@@ -276,11 +276,6 @@ class TestNames:
         assert not device.is_parallel
         assert device.prefers_graphs
 
-    def test_concurrency(self, driver):
-        assert CudaDevice(concurrency=3).concurrency == 3
-        with pytest.raises(OptionsError, match="concurrency must be at least 1, not 0"):
-            CudaDevice(concurrency=0)
-
 
 class TestStatuses:
     def test_out_of_memory_says_how_much_there_is_and_leaves_the_device_as_it_was(self, device, driver):

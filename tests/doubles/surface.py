@@ -6,8 +6,9 @@ record them again::
 
     python -m tests.doubles.surface
 
-It needs a package index, a C compiler and ``readelf``, and downloads 6 MB: stubs take the place of the
-libraries that the bindings name, since nothing is called.
+A new member of the double needs that too, because members that it lacks are left out. The command needs a
+package index, a C compiler and ``readelf``, and downloads 6 MB: stubs take the place of the libraries that
+the bindings name, since nothing is called.
 """
 
 import inspect
@@ -32,6 +33,9 @@ RECORDED = {
     "tensorrt_lean-10.16.1.11": ("tensorrt-lean-cu12-bindings==10.16.1.11", "tensorrt_lean_bindings"),
 }
 """By the flavour and the library's version: the wheel of bindings, and the module in it."""
+
+NOT_IN_LEAN = {"EngineInspector", "OnnxParserRefitter", "ParserError", "init_libnvinfer_plugins"}
+"""What the full library has and its lean runtime does not; the surfaces of 10.16 differ in nothing else."""
 
 CLASSES = (
     "Runtime",
@@ -143,8 +147,31 @@ def arguments_of(overloads):
 
 
 def recorded(name):
-    """Return a surface that was recorded."""
-    return json.loads((FOLDER / f"{name}.json").read_text())
+    """Return a surface that was recorded; a lean runtime has that of the full library without some names."""
+    found = json.loads((FOLDER / f"{name.replace('_lean', '')}.json").read_text())
+    if "_lean" in name:
+        found["names"] = [one for one in found["names"] if one not in NOT_IN_LEAN]
+        found["classes"] = {one: of for one, of in found["classes"].items() if one not in NOT_IN_LEAN}
+    return found
+
+
+def double_of(name):
+    """Return the double of a package, which is named by its flavour and its version."""
+    from asynctrt.devices.host import HostDevice
+    from tests.doubles.tensorrt import StrictTensorRT
+
+    flavour, version = name.split("-")
+    return StrictTensorRT(HostDevice(), version=version, flavour=flavour)
+
+
+def compared(found):
+    """Return a surface without members that no version of the double has: nothing compares them."""
+    doubles = [surface_of(double_of(name))["classes"] for name in RECORDED]
+    classes = {
+        kind: {name: said for name, said in of.items() if any(name in one.get(kind, ()) for one in doubles)}
+        for kind, of in found["classes"].items()
+    }
+    return found | {"classes": classes}
 
 
 def record(requirement, module, folder):
@@ -189,8 +216,10 @@ def tell(module):
 def main():
     FOLDER.mkdir(exist_ok=True)
     for name, (requirement, module) in RECORDED.items():
+        if "_lean" in name:
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            found = record(requirement, module, Path(folder))
+            found = compared(record(requirement, module, Path(folder)))
         (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
         print(f"{name}: {len(found['classes'])} classes, {len(found['enums'])} enums", flush=True)
 

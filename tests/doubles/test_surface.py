@@ -15,19 +15,13 @@ import tensorrt_lean
 import tensorrt_rtx
 
 from asynctrt.devices.host import HostDevice
-from tests.doubles.surface import RECORDED, arguments_of, record, recorded, surface_of
+from tests.doubles.surface import RECORDED, arguments_of, compared, double_of, record, recorded, surface_of
 from tests.doubles.tensorrt import StrictTensorRT
 from tests.helpers import needed
 
 ROOT = Path(__file__).parents[2]
 REAL = {"tensorrt_lean": tensorrt_lean, "tensorrt_rtx": tensorrt_rtx}
 TRT = StrictTensorRT(HostDevice())
-
-
-def double_of(name):
-    """Return the double of a package, which is named by its flavour and its version."""
-    flavour, version = name.split("-")
-    return StrictTensorRT(HostDevice(), version=version, flavour=flavour)
 
 
 SURFACES = {name: recorded(name) for name in RECORDED}
@@ -128,7 +122,7 @@ def test_what_was_recorded_is_what_the_wheels_have(tmp_path, name):
     if name == "tensorrt-8.6.1.6" and sys.version_info >= (3, 12):
         pytest.skip("the last bindings of 8.6 are for Python 3.11")
     needed(shutil.which("gcc") and shutil.which("readelf"), "gcc and readelf are missing: run .ci/packages")
-    assert record(*RECORDED[name], tmp_path) == recorded(name)
+    assert compared(record(*RECORDED[name], tmp_path)) == recorded(name)
 
 
 def test_memory_of_the_library_is_a_buffer():

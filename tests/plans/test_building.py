@@ -12,13 +12,13 @@ import onnx
 import pytest
 
 import asynctrt
-from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.backends.tensorrt.manifest import manifest_path, read_manifest
 from asynctrt.backends.tensorrt.plan import read_header, read_plan
+from asynctrt.backends.tensorrt.trust import is_recorded
 from asynctrt.errors import BuildError, ModelError, ModelNotFoundError, OptionsError
 from asynctrt.plans import building as building_module
 from asynctrt.plans.building import build_from, read_source
-from asynctrt.plans.plan_file import digest_of, read_plan_file
+from asynctrt.plans.plan_file import digest_of, find_plan
 from tests.models import double_onnx, node, save, sequence_onnx
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def test_weights_that_change_while_the_plan_is_built(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["m.onnx", "m.plan"])
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    for read in (read_source, read_plan, digest_of, read_plan_file):
+    for read in (read_source, read_plan, digest_of, find_plan):
         with pytest.raises(ModelError, match="not a regular file"):
             read(tmp_path / name)
     with pytest.raises(ModelError, match="not a regular file"):
@@ -173,6 +173,9 @@ def test_the_command(tmp_path):
     assert "Traceback" not in asked.stderr
     done = command("build", path, "-o", tmp_path / "o.plan", "--dims", "length=1:16:32", "--max-rows", "4")
     assert done.returncode == 0, done.stderr
+    assert "Opset version" not in done.stderr
+    told = command("build", path, "-o", tmp_path / "t.plan", "--dims", "length=16", "--verbosity", "20")
+    assert "Opset version" in told.stderr, "what TensorRT says"
     assert "tokens=1x1:4x16:4x32" in done.stdout
     shown = command("inspect", tmp_path / "o.plan")
     assert "tokens: FLOAT[batch, length]" in shown.stdout

@@ -90,4 +90,3 @@ def test_a_plan_that_was_built_just_now(rtx_plan, tmp_path):  # noqa: F811
     path.write_bytes(rtx_plan("SM86", "SM89"))
     found = find_plan(path)
     assert found.compute_capabilities == ("8.6", "8.9")
-    assert found.runners[0].verdict == "yes"

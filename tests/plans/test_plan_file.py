@@ -1,4 +1,4 @@
-"""Plans: what their header tells, which packages could run them, and damaged ones."""
+"""Plans: what their header tells, and damaged ones."""
 
 import hashlib
 from pathlib import Path
@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.errors import ModelError, ModelNotFoundError
-from asynctrt.plans.plan_file import PlanRunner, find_plan, installed_versions, judge
+from asynctrt.plans.plan_file import find_plan
 from tests.backends.tensorrt.helpers import header
 from tests.doubles.tensorrt import EngineSpec, double_plan
 
@@ -24,10 +23,7 @@ def test_a_real_plan_of_tensorrt_for_rtx():
     assert found.version.startswith("1.")
     assert "8.9" in found.compute_capabilities
     assert "9.0" not in found.compute_capabilities
-    assert (found.layout, found.surplus_nbytes) == (0, 0)
-    (runner,) = found.runners
-    assert runner.package == "tensorrt_rtx"
-    assert runner.version == installed_versions()["tensorrt_rtx"]
+    assert found.surplus_nbytes == 0
 
 
 def test_a_plan_is_known_by_its_content_whatever_its_name(tmp_path):
@@ -36,7 +32,6 @@ def test_a_plan_is_known_by_its_content_whatever_its_name(tmp_path):
     found = find_plan(path)
     assert (found.kind, found.version, found.surplus_nbytes) == ("TensorRT", "10.13.2.6", 4)
     assert found.compute_capabilities is None
-    assert [one.package for one in found.runners] == ["tensorrt", "tensorrt_lean", "tensorrt_dispatch"]
 
 
 def test_files_that_are_no_plans(tmp_path):
@@ -53,37 +48,6 @@ def test_files_that_are_no_plans(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ModelError, match=says):
             find_plan(path)
-
-
-@pytest.mark.parametrize(
-    ("tag", "version", "package", "installed", "verdict"),
-    [
-        (b"ftrt", (11, 4, 0, 106), "tensorrt", "11.4.0.106", "yes"),
-        (b"ftrt", (11, 4, 0, 106), "tensorrt", "11.4.0.106.post1", "yes"),
-        (b"ftrt", (11, 4, 0, 106), "tensorrt_lean", "11.4.0.106", "maybe"),
-        (b"ftrt", (10, 13, 2, 6), "tensorrt", "11.4.0.106", "maybe"),
-        (b"ftrt", (10, 13, 2, 6), "tensorrt_dispatch", "11.4.0.106", "maybe"),
-        (b"ftrt", (8, 5, 3, 1), "tensorrt", "11.4.0.106", "no"),
-        (b"ftrt", (12, 0, 0, 1), "tensorrt", "11.4.0.106", "no"),
-        (b"vtrt", (1, 7, 1, 116), "tensorrt_rtx", "1.7.1.116", "yes"),
-        (b"vtrt", (1, 6, 0, 1), "tensorrt_rtx", "1.7.1.116", "no"),
-        (b"vtrt", (1, 7, 1, 116), "tensorrt", "11.4.0.106", None),
-    ],
-)
-def test_which_package_runs_which_plan(tag, version, package, installed, verdict):
-    judged = {
-        one.package: one for one in judge(read_header(header(tag, version=version)), {package: installed})
-    }
-    assert (judged[package].verdict if package in judged else None) == verdict
-    others = [one for one in judged.values() if one.package != package]
-    assert all(one.verdict == "not installed" and "pip install" in one.why for one in others)
-
-
-def test_a_runner_says_why():
-    (runner,) = judge(read_header(header(b"vtrt", version=(1, 6, 0, 1))), {"tensorrt_rtx": "1.7.1.116"})
-    assert runner == PlanRunner(
-        "tensorrt_rtx", "1.7.1.116", "no", "it runs only plans of the same version. Rebuild the plan"
-    )
 
 
 def test_damaged_plans_are_refused_or_read_but_never_more(tmp_path):

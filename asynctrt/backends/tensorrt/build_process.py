@@ -23,15 +23,12 @@ from asynctrt import errors
 from asynctrt._util.cancellation import current
 from asynctrt._util.process import child_command
 from asynctrt.backends.build_options import BuildOptions
-from asynctrt.backends.tensorrt.builder import BuildStep, Built, ParserFault, Report, build_plan
+from asynctrt.backends.tensorrt.builder import BuildStep, Built, Report, build_plan
 from asynctrt.backends.tensorrt.flavours import find_builder
 from asynctrt.backends.tensorrt.profiles import NetworkTensor
 from asynctrt.errors import AsynctrtError, BuildError, InternalError
 
 PR_SET_PDEATHSIG: Final = 1
-
-TAIL: Final = 1000
-"""The maximum number of characters of a crashed process's output in a message."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -78,7 +75,7 @@ def build_in_process(
         if built is not None:
             return built
         said.seek(0)
-        tail = said.read().decode(errors="replace").strip()[-TAIL:]
+        tail = said.read().decode(errors="replace").strip()[-errors.DESCRIBED_MAX :]
     if status == -signal.SIGINT or cancellation.is_cancelled:
         raise errors.UsageError(f"building a plan from {str(path)!r} was interrupted")
     raise BuildError(
@@ -128,8 +125,6 @@ def _name_of(status: int) -> str:
 def _error_of(told: Mapping[str, Any]) -> AsynctrtError:
     kind = getattr(errors, told["type"], InternalError)
     error: AsynctrtError = kind(told["message"])
-    if isinstance(error, BuildError):
-        error.faults = tuple(ParserFault(**fault) for fault in told["faults"])
     return error
 
 
@@ -154,18 +149,12 @@ class _Line:
         self._file = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         self._lock = threading.RLock()
-        self._is_lost = False
 
     def tell(self, content: bytes = b"", **what: Any) -> None:
-        """Send one line, and bytes after it. After the parent has closed the pipe, do nothing."""
+        """Send one line, and bytes after it. The parent kills this process before it stops reading."""
         with self._lock:
-            if self._is_lost:
-                return
-            try:
-                self._file.write(json.dumps(what).encode() + b"\n" + content)
-                self._file.flush()
-            except OSError:
-                self._is_lost = True
+            self._file.write(json.dumps(what).encode() + b"\n" + content)
+            self._file.flush()
 
 
 class _ToParent(logging.Handler):
@@ -193,8 +182,7 @@ def main() -> None:
     try:
         built = _build(order, model, line)
     except AsynctrtError as error:
-        faults = [dataclasses.asdict(fault) for fault in getattr(error, "faults", ())]
-        line.tell(error={"type": type(error).__name__, "message": str(error), "faults": faults})
+        line.tell(error={"type": type(error).__name__, "message": str(error)})
     else:
         content = built.content
         told = dataclasses.asdict(dataclasses.replace(built, content=b""))

@@ -17,7 +17,14 @@ from asynctrt._util.files import read_regular, write_whole
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.abilities import asks_parser
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
-from asynctrt.backends.tensorrt.messages import LogSubscription, TensorRTErrors, callback, keep_alive, log_of
+from asynctrt.backends.tensorrt.messages import (
+    ERRORS_MAX,
+    LogSubscription,
+    TensorRTErrors,
+    callback,
+    keep_alive,
+    log_of,
+)
 from asynctrt.backends.tensorrt.plugins import register_plugins
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_text, profiles_of
 from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
@@ -25,9 +32,6 @@ from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError
 
 CACHE_NBYTES_MAX: Final = 4 << 30
-
-ERRORS_MAX: Final = 8
-"""The maximum number of parser errors in a message."""
 
 FAULTS: Final = {
     r"deserialize|failed to parse the onnx": "this is not an ONNX model, or a damaged one. Export it again",
@@ -79,34 +83,6 @@ Report = Callable[[BuildStep], object]
 
 
 @dataclass(frozen=True, slots=True)
-class ParserFault:
-    """One error of TensorRT's ONNX parser."""
-
-    code: str
-    """``UNSUPPORTED_NODE`` for example."""
-    node: int | None
-    """The index of the node in the graph."""
-    node_name: str
-    operator: str
-    said: str
-    source: str
-    """The parser's source file, line and function."""
-
-    def __str__(self) -> str:
-        where = " ".join(
-            filter(
-                None,
-                (
-                    None if self.node is None else f"node {self.node}",
-                    repr(self.node_name) if self.node_name else None,
-                    f"({self.operator})" if self.operator else None,
-                ),
-            )
-        )
-        return f"{where + ': ' if where else ''}{self.said.strip()} [{self.code}, {self.source}]"
-
-
-@dataclass(frozen=True, slots=True)
 class Built:
     """The result of a build."""
 
@@ -117,7 +93,6 @@ class Built:
     inputs: tuple[NetworkTensor, ...]
     outputs: tuple[NetworkTensor, ...]
     profiles: tuple[dict[str, Range], ...]
-    layers: int
     plugins: tuple[str, ...] = ()
     """Libraries of TensorRT's own plugins packed into a version-compatible plan."""
 
@@ -188,7 +163,6 @@ def build_plan(
         inputs,
         outputs,
         profiles,
-        int(made.network.num_layers),
         tuple(made.plugins),
     )
 
@@ -322,34 +296,30 @@ def _parse(made: _Build, model: bytes, path: Path) -> None:
     count = int(made.parser.num_errors)
     faults = [_fault(made.parser.get_error(index)) for index in range(min(count, ERRORS_MAX))]
     logged = made.log.take()
-    said = "; ".join(map(str, faults)) or str(TensorRTErrors.logged(logged))
+    said = "; ".join(where + what for where, what in faults) or str(TensorRTErrors.logged(logged))
     more = f"; and {count - ERRORS_MAX} more" if count > ERRORS_MAX else ""
-    error = BuildError(
-        f"{made.where} cannot be parsed by {made.flavour.title}: {said}{more}. {_advice(faults, said)}"
-    )
-    error.faults = tuple(faults)
-    raise error
-
-
-def _fault(error: Any) -> ParserFault:
-    code = error.code()
-    node = int(error.node())
-    return ParserFault(
-        str(getattr(code, "name", code)),
-        node if node >= 0 else None,
-        # Before TensorRT 10, an error has neither.
-        str(error.node_name()) if hasattr(error, "node_name") else "",
-        str(error.node_operator()) if hasattr(error, "node_operator") else "",
-        str(error.desc()),
-        f"{error.file()}:{error.line()} {error.func()}".strip(),
-    )
-
-
-def _advice(faults: Sequence[ParserFault], said: str) -> str:
     # The first error is most likely the cause, and the others may follow from it.
-    text = next((f"{fault.code} {fault.said} {fault.source}" for fault in faults), said)
+    advice = _advice(faults[0][1] if faults else said)
+    raise BuildError(f"{made.where} cannot be parsed by {made.flavour.title}: {said}{more}. {advice}")
+
+
+def _fault(error: Any) -> tuple[str, str]:
+    """Return one error of the parser: the node, and what is wrong with the place in the parser."""
+    code, node = error.code(), int(error.node())
+    # Before TensorRT 10, an error has no names.
+    name = str(error.node_name()) if hasattr(error, "node_name") else ""
+    operator = str(error.node_operator()) if hasattr(error, "node_operator") else ""
+    where = [f"node {node}"] if node >= 0 else []
+    where += [repr(name)] if name else []
+    where += [f"({operator})"] if operator else []
+    source = f"{error.file()}:{error.line()} {error.func()}".strip()
+    said = f"{str(error.desc()).strip()} [{getattr(code, 'name', code)}, {source}]"
+    return f"{' '.join(where)}: " if where else "", said
+
+
+def _advice(said: str) -> str:
     for words, advice in FAULTS.items():
-        if re.search(words, text, re.IGNORECASE):
+        if re.search(words, said, re.IGNORECASE):
             return advice[0].upper() + advice[1:]
     return "Check the model (onnx.checker), export it with another opset, or run it with ONNX Runtime"
 

@@ -102,18 +102,14 @@ def find_flavour(flavour: Any, tag: bytes, where: str) -> Flavour:
     return found
 
 
-def find_builder(flavour: Any) -> Flavour:
+def find_builder(flavour: str | None) -> Flavour:
     """Return the package to build plans with: the given one, or the first that can be loaded.
 
-    :param flavour: the name of a package, a module, a stand-in for one, or ``None`` to choose.
     :raises OptionsError: for a name that is not one of the builders.
     :raises MissingExtraError, DeviceUnavailableError: if none is installed, or the package cannot be loaded.
     """
-    if isinstance(flavour, str):
-        return _load(choice(*BUILDERS)("flavour", flavour))
     if flavour is not None:
-        name = str(getattr(flavour, "__name__", type(flavour).__name__))
-        return Flavour(name, flavour, isinstance(flavour, ModuleType) and name in BUILDERS)
+        return _load(choice(*BUILDERS)("flavour", flavour))
     for name in BUILDERS:
         with suppress(MissingExtraError):
             return _load(name)

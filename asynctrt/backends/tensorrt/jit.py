@@ -24,15 +24,11 @@ def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
 
     :raises OptionsError: if it does not; the message names the packages that can.
     """
-    module = flavour.module
-    config = getattr(module, "IRuntimeConfig", None)
-    has = {
-        "refit_from": hasattr(module, "OnnxParserRefitter"),
-        "runtime_cache": hasattr(config, "create_runtime_cache"),
-    }
-    for name, is_there in has.items():
-        if getattr(options, name) and not is_there:
-            packages = "tensorrt or tensorrt_rtx" if name == "refit_from" else "tensorrt_rtx"
+    for name, facility, packages in (
+        ("refit_from", "OnnxParserRefitter", "tensorrt or tensorrt_rtx"),
+        ("runtime_cache", "IRuntimeCache", "tensorrt_rtx"),
+    ):
+        if getattr(options, name) and not hasattr(flavour.module, facility):
             raise OptionsError(
                 f"{name} is {getattr(options, name)!r}, and {flavour.title} does not support it. "
                 f"Leave the option out, or install one that has it: a new {packages}"

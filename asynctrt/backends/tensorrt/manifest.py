@@ -6,27 +6,22 @@ It is for people and messages. It never decides what runs, and only applies to t
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final
 
-from asynctrt._util.files import open_regular
-from asynctrt.errors import ModelError
+from asynctrt._util.files import CONFIG_NBYTES_MAX, read_regular
+from asynctrt.errors import SHOWN_MAX, ModelError
 
 FORMAT: Final = "asynctrt-plan-1"
 
 SUFFIX: Final = ".json"
 
-FILE_NBYTES_MAX: Final = 4 << 20
-
-NAME_MAX: Final = 60
-"""The maximum number of characters kept of a dimension's name."""
-
 KINDS: Final[dict[str, type | UnionType]] = {
     **dict.fromkeys(("plan_digest", "model", "model_digest", "builder"), str),
-    **dict.fromkeys(("plan_nbytes", "model_nbytes", "layers"), int),
-    **dict.fromkeys(("external", "options", "key"), dict),
+    "plan_nbytes": int,
+    **dict.fromkeys(("external", "options"), dict),
     "gpu": str | None,
 }
 """The types of the parts of a manifest that are not checked individually."""
@@ -35,12 +30,12 @@ logger = logging.getLogger("asynctrt.tensorrt")
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestTensor:
-    """An input or output of the network that the plan was built from."""
+class NamedTensor:
+    """An input or output with the names of its dimensions."""
 
     name: str
     dtype: str
-    """TensorRT's name: ``FLOAT``."""
+    """In a manifest TensorRT's name: ``FLOAT``."""
     dims: tuple[int | str, ...]
     """Sizes, or names of dimensions: ``INPUT.AXIS`` for unnamed ones."""
 
@@ -56,24 +51,19 @@ class Manifest:
     """The name of the file."""
     model_digest: str
     """SHA-256 of that file."""
-    model_nbytes: int
     external: Mapping[str, str]
     """Files beside the model that hold weights, and the SHA-256 of each."""
     builder: str
     """``tensorrt_rtx 1.7.1.116``."""
     gpu: str | None
     """The GPU that the plan was built on, or ``None`` without one."""
-    inputs: tuple[ManifestTensor, ...]
-    outputs: tuple[ManifestTensor, ...]
+    inputs: tuple[NamedTensor, ...]
+    outputs: tuple[NamedTensor, ...]
     profiles: tuple[str, ...]
     """In text notation."""
-    layers: int
-    """Layers of the network, before fusion."""
     plugins: tuple[str, ...]
     """Libraries that are packed into the plan or needed by it."""
     options: Mapping[str, Any]
-    key: Mapping[str, Any] = field(default_factory=dict)
-    """The key in the plan cache."""
 
     def as_text(self) -> str:
         """Return the manifest as the text of the file beside its plan."""
@@ -82,7 +72,7 @@ class Manifest:
     def dimension_names(self) -> dict[tuple[str, int], str]:
         """Return the names of dimensions by input and axis."""
         names = {
-            (tensor.name, axis): "".join(filter(str.isprintable, dim))[:NAME_MAX]
+            (tensor.name, axis): "".join(filter(str.isprintable, dim))[:SHOWN_MAX]
             for tensor in self.inputs
             for axis, dim in enumerate(tensor.dims)
             if isinstance(dim, str)
@@ -101,18 +91,15 @@ def read_manifest(path: Path) -> Manifest:
     :raises ModelError: if it cannot be read, or is not a manifest.
     """
     try:
-        with open_regular(path) as file:
-            raw = file.read(FILE_NBYTES_MAX + 1)
-        if len(raw) > FILE_NBYTES_MAX:
-            raise ValueError("it is too large")
-        content = json.loads(raw)
+        content = json.loads(read_regular(path, CONFIG_NBYTES_MAX))
         if content.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         for side in ("inputs", "outputs"):
             content[side] = tuple(_tensor(one) for one in content[side])
         for name in ("profiles", "plugins"):
             content[name] = tuple(map(str, content[name]))
-        made = Manifest(**content)
+        # Earlier versions wrote more.
+        made = Manifest(**{item.name: content[item.name] for item in fields(Manifest)})
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"the manifest {str(path)!r} cannot be read: {error}. Build the plan again, or remove it"
@@ -145,8 +132,8 @@ def find_manifest(plan: Path | None, digest: str) -> Manifest | None:
     return found
 
 
-def _tensor(given: Mapping[str, Any]) -> ManifestTensor:
+def _tensor(given: Mapping[str, Any]) -> NamedTensor:
     dims = tuple(given["dims"])
     if not all(isinstance(dim, int | str) for dim in dims):
         raise TypeError("a dimension is neither a size nor a name")
-    return ManifestTensor(str(given["name"]), str(given["dtype"]), dims)
+    return NamedTensor(str(given["name"]), str(given["dtype"]), dims)

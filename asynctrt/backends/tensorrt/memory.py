@@ -20,12 +20,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.backends.tensorrt.messages import callback
+from asynctrt.backends.tensorrt.messages import ERRORS_MAX, callback
 from asynctrt.devices.base import ALIGNMENT, Buffer, Device, aligned, mib
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
-
-REFUSALS_MAX: Final = 16
-"""The maximum number of refusals kept until they are taken."""
 
 RESERVE_NBYTES: Final = 8 << 20
 """The size of the reserve for a context's creation, in case others allocate device memory at that time."""
@@ -82,7 +79,7 @@ class DeviceMemory:
         self._lock = threading.RLock()
         self._blocks: dict[int, Buffer] = {}
         self._held = 0
-        self._refusals: deque[MemoryRefusal] = deque(maxlen=REFUSALS_MAX)
+        self._refusals: deque[MemoryRefusal] = deque(maxlen=ERRORS_MAX)
         # Serialises the creation of contexts, because room is only reserved for one.
         self._creating = threading.Lock()
         self._reserve: Reserve | None = None

@@ -17,11 +17,10 @@ from types import FunctionType, ModuleType
 from typing import Any, Final, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
+from asynctrt.errors import DESCRIBED_MAX
+
 ERRORS_MAX: Final = 32
 """The maximum number of errors that a recorder keeps. Later ones are dropped, and the message says so."""
-
-TEXT_MAX: Final = 2000
-"""The maximum number of characters of one error's text in a message."""
 
 LEVELS: Final = {
     "INTERNAL_ERROR": logging.CRITICAL,
@@ -217,7 +216,7 @@ class TensorRTErrors:
         if not self._errors:
             return "TensorRT gave no reason"
         texts = dict.fromkeys(
-            text.strip()[:TEXT_MAX] + (f" [{code}]" if code else "") for code, text in self._errors
+            text.strip()[:DESCRIBED_MAX] + (f" [{code}]" if code else "") for code, text in self._errors
         )
         more = "; further errors were dropped" if self._overflowed else ""
         return f"TensorRT said: {'; '.join(texts)}{more}"

@@ -58,10 +58,6 @@ class PlanHeader:
     """The version of the library that built it."""
     compute_capabilities: tuple[tuple[int, int], ...] | None
     """The GPUs that it was built for, or ``None`` if the header does not say."""
-    layout: int = 0
-    """The second number of the header, which is undocumented: 0 in all plans seen so far."""
-    parts: int = 0
-    """The number of parts after the header."""
 
     @property
     def kind(self) -> str:
@@ -125,7 +121,7 @@ def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None =
             f"{where} is truncated: it has {len(content)} bytes, and the header of a plan alone has "
             f"{HEADER_NBYTES}. Copy it again"
         )
-    tag, layout, parts, said, major, minor, patch, build, _, gpus = _FIXED.unpack_from(content)
+    tag, _, _, said, major, minor, patch, build, _, gpus = _FIXED.unpack_from(content)
     if said > given:
         raise ModelError(
             f"{where} is truncated: its header says {said:,} bytes, but it has {given:,}. Copy it again"
@@ -133,7 +129,7 @@ def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None =
     capabilities = None
     if tag == TAG_RTX:
         capabilities = tuple(gpu for bit, gpu in enumerate(_RTX_GPUS) if gpus >> bit & 1)
-    return PlanHeader(tag, said, (major, minor, patch, build), capabilities, layout, parts)
+    return PlanHeader(tag, said, (major, minor, patch, build), capabilities)
 
 
 def capability_text(capability: tuple[int, int]) -> str:

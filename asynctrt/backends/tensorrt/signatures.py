@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from asynctrt._util.files import foreign_access, open_regular, read_regular
+from asynctrt._util.files import CONFIG_NBYTES_MAX, foreign_access, open_regular, read_regular
 from asynctrt.errors import UntrustedError, UsageError
 
 NAMESPACE: Final = "asynctrt"
@@ -25,9 +25,6 @@ VARIABLE: Final = "ASYNCTRT_ALLOWED_SIGNERS"
 
 REVOKED: Final = ".revoked"
 """The suffix of the file of revoked keys, after the name of the allowed-signers file."""
-
-FILE_NBYTES_MAX: Final = 1 << 20
-"""More than any signature or list of signers needs. It bounds the read if a file is something else."""
 
 START_S: Final = 60.0
 """How long ``ssh-keygen`` may take, excluding reading the plan, on a busy machine."""
@@ -87,7 +84,7 @@ def check_signature(content: bytes, signature: Path, signers: Path, where: str) 
         users could change them.
     """
     try:
-        signed = read_regular(signature, FILE_NBYTES_MAX)
+        signed = read_regular(signature, CONFIG_NBYTES_MAX)
     except OSError as error:
         raise UntrustedError(
             f"{where} is not signed: {str(signature)!r} cannot be read: {error.strerror}. If you know where "
@@ -168,7 +165,7 @@ def _read_own(path: Path, what: str) -> bytes:
         real = Path(os.path.realpath(path, strict=True))
         with open_regular(real) as file:
             _check_own(real, os.fstat(file.fileno()))
-            content = file.read(FILE_NBYTES_MAX + 1)
+            content = file.read(CONFIG_NBYTES_MAX + 1)
         # A symbolic link counts too: replacing it is as good as changing the file.
         for one in (path.absolute(), real):
             _check_own(one.parent, one.parent.stat())
@@ -178,8 +175,8 @@ def _read_own(path: Path, what: str) -> bytes:
             f"{what} cannot be read from {str(path)!r}: {error.strerror}. Write a line for each key there, "
             f'NAME namespaces="{NAMESPACE}" ssh-ed25519 AAAA..., or name another file in {VARIABLE}'
         ) from error
-    if len(content) > FILE_NBYTES_MAX:
-        raise UsageError(f"{str(path)!r} is too large for {what}: more than {FILE_NBYTES_MAX:,} bytes")
+    if len(content) > CONFIG_NBYTES_MAX:
+        raise UsageError(f"{str(path)!r} is too large for {what}: more than {CONFIG_NBYTES_MAX:,} bytes")
     return content
 
 

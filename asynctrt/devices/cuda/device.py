@@ -12,7 +12,7 @@ from asynctrt.devices.cuda.bindings import StridedMemoryView, driver
 from asynctrt.devices.cuda.context import CudaContext, text_of
 from asynctrt.devices.cuda.memory import CudaBuffer, OrderedBuffer, PinnedBuffer
 from asynctrt.devices.cuda.streams import CudaEvent, CudaStream
-from asynctrt.errors import DeviceUnavailableError, InputError, OptionsError, UsageError, show
+from asynctrt.errors import DeviceUnavailableError, InputError, UsageError, show
 
 QUEUES: Final = "32"
 """The number of hardware queues that the streams of a process share on a GPU: the maximum in CUDA
@@ -45,7 +45,6 @@ class CudaDevice(CudaContext):
 
     :param ordinal: the number of the GPU among those in ``CUDA_VISIBLE_DEVICES``.
     :param memory_nbytes: the most that its buffers may hold. Default: no limit but the GPU's.
-    :param concurrency: how many batches keep it busy. Further batches wait for their turn.
     :raises DeviceUnavailableError: if the driver is missing or too old, or there is no such GPU.
     :raises DeviceLostError: if the GPU was lost in this process.
     """
@@ -55,17 +54,13 @@ class CudaDevice(CudaContext):
     is_pipelined = True
     prefers_graphs = True
     timing_is_free = False
+    concurrency = CONCURRENCY
     contexts_default = CONTEXTS
 
-    def __init__(
-        self, ordinal: int = 0, *, memory_nbytes: int | None = None, concurrency: int = CONCURRENCY
-    ) -> None:
-        if concurrency < 1:
-            raise OptionsError(f"concurrency must be at least 1, not {concurrency}")
+    def __init__(self, ordinal: int = 0, *, memory_nbytes: int | None = None) -> None:
         cuda_device = _initialise(ordinal)
         super().__init__(cuda_device, ordinal, memory_nbytes)
         self._cuda_device = cuda_device
-        self.concurrency = concurrency
         self.gpu = text_of(driver.cuDeviceGetName(128, cuda_device)[1])
         major, minor, is_integrated = (
             int(driver.cuDeviceGetAttribute(attribute, cuda_device)[1])

@@ -36,6 +36,7 @@ class Bench:
         self.stream = self.device.create_stream()
         self.model = self.open() if model else None
         self._buffers = []
+        self._contexts = []
 
     def open(self, plan=None):
         plan = self.plan if plan is None else plan
@@ -47,6 +48,15 @@ class Bench:
         self._buffers.append(buffer)
         array = buffer.array(spec.dtype, (rows, *dims), 0)
         return TensorMemory(spec.name, spec.dtype, dims, buffer.address, array)
+
+    def create_context(self):
+        """Create a context, which is closed with the bench."""
+        self._contexts.append(self.model.create_context(self.device))
+        return self._contexts[-1]
+
+    def ready(self, **sizes):
+        """Return a binding of a new context, and an arena."""
+        return self.bind(self.create_context(), **sizes), self.arena()
 
     def bind(self, context, rows=64, **sizes):
         """Bind a context to new memory; keywords size dynamic dimensions, with '_' for '.'."""
@@ -97,6 +107,8 @@ class Bench:
         return self.check(binding, rows)
 
     def close(self):
+        for context in self._contexts:
+            context.close()
         if self.model is not None:
             self.model.close()
         assert self.stream.close(WAIT_S)

@@ -252,12 +252,11 @@ async def test_batches_of_an_older_engine_are_captured(old):
 
 def test_an_older_engine_is_not_given_less_than_it_needs(old):
     made = old()
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding = made.bind(context)
     with pytest.raises(InternalError, match="was given an arena of 256 bytes, but needs"):
         binding.enqueue(4, profile=0, stream=made.stream, arena=made.arena(256))
     made.run(binding, 4, made.arena())
-    context.close()
 
 
 async def test_an_older_engine_whose_profiles_are_not_shared(old):

@@ -99,7 +99,6 @@ def test_what_is_sent_over_comes_back_as_it_was():
         (NetworkTensor("x", "FLOAT", (-1, 4), ("n", None)),),
         (NetworkTensor("y", "FLOAT", (-1,), (None,), is_shape_tensor=True),),
         ({"x": ((1, 4), (2, 4), (3, 4))},),
-        9,
         ("libnvinfer_vc_plugin.so",),
     )
     told = json.loads(json.dumps(dataclasses.asdict(dataclasses.replace(built)), default=str))

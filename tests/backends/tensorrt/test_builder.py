@@ -89,13 +89,8 @@ def test_an_operator_that_there_is_not(tmp_path):
         [("x", F, ["n", 4])],
         [("y", F, ["n", 4])],
     )
-    with pytest.raises(
-        BuildError, match=r"node 0 'the_node' \(Foo\): .*\.cpp:\d+ .*Export the model"
-    ) as info:
+    with pytest.raises(BuildError, match=r"node 0 'the_node' \(Foo\): .*\.cpp:\d+ .*Export the model"):
         build(path)
-    (fault,) = info.value.faults
-    assert (fault.node, fault.node_name, fault.operator) == (0, "the_node", "Foo")
-    assert re.fullmatch(r"\w+\.cpp:\d+ \w+", fault.source)
 
 
 @pytest.mark.parametrize("kind", ["NonZero", "Compress"])
@@ -379,7 +374,6 @@ OF_8_6 = {
     "INetworkDefinition": {
         "num_inputs",
         "num_outputs",
-        "num_layers",
         "get_input",
         "get_output",
         "error_recorder",
@@ -426,7 +420,7 @@ class Library86:
             name="x", dtype=SimpleNamespace(name="FLOAT"), shape=(-1, 4), is_shape_tensor=False
         )
         tensor.get_dimension_name = lambda axis: ""
-        one = {"num_inputs": 1, "num_outputs": 1, "num_layers": 3}
+        one = {"num_inputs": 1, "num_outputs": 1}
         either = {name: lambda index: tensor for name in ("get_input", "get_output")}
         self.network = Part("INetworkDefinition", **one, **either)
         cache = Part("ITimingCache", serialize=lambda: b"times")
@@ -470,7 +464,7 @@ def test_a_plan_of_8_6(model, tmp_path):
     library, cache = Library86("8.6.0"), tmp_path / "timing"
     options = {"precision": "fp16", "refit": "all", "profiling": "detailed", "max_rows": 8}
     made = library.build(model, hardware_compatibility="ampere-plus", timing_cache=str(cache), **options)
-    assert (made.content, made.layers, made.version) == (b"a plan", 3, "8.6.0")
+    assert (made.content, made.version) == (b"a plan", "8.6.0")
     assert made.profiles == ({"x": ((1, 4), (8, 4), (8, 4))},)
     assert cache.read_bytes() == b"times"
     sharing = library.PreviewFeature.PROFILE_SHARING_0806
@@ -498,9 +492,8 @@ def test_an_error_of_the_parser_of_8_6_has_no_names(model):
     fault = Part(
         "ParserError", **{name: lambda value=value: value for name, value in (*told.items(), ("node", 3))}
     )
-    with pytest.raises(BuildError, match=r"by tensorrt 8.6.0: node 3: No importer .*m.cpp:7 parse") as info:
+    with pytest.raises(BuildError, match=r"by tensorrt 8.6.0: node 3: No importer .*m.cpp:7 parse"):
         Library86("8.6.0", (fault,)).build(model)
-    assert (info.value.faults[0].node_name, info.value.faults[0].operator) == ("", "")
 
 
 def test_what_8_6_lacks_is_refused(model):

@@ -73,14 +73,13 @@ def spied(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"])
 def test_every_type_goes_through(bench, dtype):
     made = bench(EngineSpec(inputs=(TensorIO("x", dtype, (-1, 3, 5)),)))
-    context = made.model.create_context(made.device)
-    made.run(made.bind(context), 5, made.arena())
-    context.close()
+    binding, arena = made.ready()
+    made.run(binding, 5, arena)
 
 
 def test_only_what_changes_is_said(bench, spied):
     made = bench(SEQUENCE)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     spy = spied[-1]
     small, large = made.bind(context, input_1=8), made.bind(context, input_1=20)
     arena, other = made.arena(), made.arena()
@@ -117,7 +116,6 @@ def test_only_what_changes_is_said(bench, spied):
     assert again.take() == ["execute_async_v3"]
     made.run(twin, 5, other)
     assert spy.take() == ["execute_async_v3"], "which remembers all that it was given"
-    context.close()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +123,7 @@ def test_only_what_changes_is_said(bench, spied):
 )
 def test_each_profile_has_a_context_if_there_is_room(bench, spied, room, contexts):
     made = bench(dataclasses.replace(SEQUENCE, persistent_nbytes=1024), **room)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     del spied[:]
     arena = made.arena()
     bindings = [made.bind(context, input_1=length) for length in (8, 20)]
@@ -142,19 +140,18 @@ def test_each_profile_has_a_context_if_there_is_room(bench, spied, room, context
 
 def test_a_context_that_cannot_be_created_after_all_leaves_one_that_switches(bench):
     made = bench(SEQUENCE)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     arena = made.arena()
     bindings = [made.bind(context, input_1=length) for length in (8, 20)]
     made.run(bindings[0], 4, arena)
     made.trt.fail_next("context-memory")
     for seed in range(4):
         made.run(bindings[1 - seed % 2], 4, arena, seed)
-    context.close()
 
 
 def test_a_context_for_another_profile_is_created_in_a_thread(bench):
     made = bench(SEQUENCE)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     arena = made.arena()
     small, large = (made.bind(context, input_1=length) for length in (8, 20))
     made.model._loaded.paces = SimpleNamespace(is_short=lambda _: True, observe=lambda *args, **kw: None)
@@ -164,12 +161,11 @@ def test_a_context_for_another_profile_is_created_in_a_thread(bench):
     assert context.may_block(large, 3, None)
     made.run(large, 3, arena)
     assert not context.may_block(large, 4, None)
-    context.close()
 
 
 def test_after_an_error_each_profile_goes_on_in_its_context(bench):
     made = bench(dataclasses.replace(SEQUENCE, shares_profiles=False), version="8.6.1.6")
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     arena = made.arena()
     bindings = [made.bind(context, input_1=length) for length in (8, 20)]
     for binding in bindings:
@@ -180,34 +176,31 @@ def test_after_an_error_each_profile_goes_on_in_its_context(bench):
             failing.enqueue(4, profile=None, stream=made.stream, arena=arena)
     for binding in reversed(bindings):
         made.run(binding, 4, arena)
-    context.close()
 
 
 def test_profiles_follow_the_shapes(bench):
     made = bench(SEQUENCE)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     arena = made.arena()
     bindings = {length: made.bind(context, rows=64, input_1=length) for length in (2, 8, 9, 32)}
     for seed, (length, rows) in enumerate([(2, 1), (8, 8), (9, 1), (8, 9), (2, 8), (32, 64), (2, 3)]):
         made.run(bindings[length], rows, arena, seed)
         assert f"profile={0 if length > 8 or rows > 8 else 1} " in repr(context)
-    context.close()
 
 
 def test_a_given_profile_is_used(bench):
     """Both profiles take these batches; left alone, the model would choose the one with less memory."""
     made = bench(SEQUENCE)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding, arena = made.bind(context, input_1=8), made.arena()
     for seed, (rows, profile) in enumerate([(3, 0), (3, 1), (8, 0), (3, None), (8, 1)]):
         made.run(binding, rows, arena, seed, profile)
         assert f"profile={1 if profile is None else profile} " in repr(context)
-    context.close()
 
 
 def test_a_given_profile_that_does_not_take_the_batch_is_refused(bench, spied):
     made = bench(SEQUENCE)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     spy = spied[-1]
     binding, arena = made.bind(context, input_1=8), made.arena()
     made.run(binding, 3, arena, profile=1)
@@ -219,20 +212,17 @@ def test_a_given_profile_that_does_not_take_the_batch_is_refused(bench, spied):
             binding.enqueue(3, profile=profile, stream=made.stream, arena=arena)
     assert spy.take() == [], "TensorRT was told nothing"
     made.run(binding, 9, arena, profile=0)
-    context.close()
 
 
 def test_a_lost_device(bench):
     made = bench()
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
+    binding, arena = made.ready()
     made.trt.fail_next("illegal-address")
     binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
     assert made.finish() is not None
     with pytest.raises(DeviceLostError) as caught:
         binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
     assert "illegal memory access" in str(caught.value)
-    context.close()
 
 
 def test_memory_that_is_refused_while_a_context_is_created(bench):
@@ -247,20 +237,19 @@ def test_memory_that_is_refused_while_a_context_is_created(bench):
 
 def test_an_arena_that_is_too_small(bench):
     made = bench()
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding = made.bind(context)
     with pytest.raises(InternalError, match="no arena"):
         binding.enqueue(4, profile=None, stream=made.stream, arena=None)
     with pytest.raises(InternalError, match="needs"):
         binding.enqueue(64, profile=None, stream=made.stream, arena=made.arena(1024))
     made.run(binding, 64, made.arena())
-    context.close()
 
 
 def test_an_arena_that_tensorrt_refuses_is_never_taken_for_set(bench):
     """TensorRT returns nothing then, and would go on in the arena of before, beside what runs there."""
     made = bench()
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding, arena, other = made.bind(context), made.arena(), made.arena()
     made.run(binding, 4, arena)
     shifted = SimpleNamespace(address=other.address + 64, nbytes=other.nbytes)
@@ -270,13 +259,11 @@ def test_an_arena_that_tensorrt_refuses_is_never_taken_for_set(bench):
         ):
             binding.enqueue(4, profile=None, stream=made.stream, arena=shifted)
     made.run(binding, 4, other)
-    context.close()
 
 
 def test_two_threads_in_one_context(bench):
     made = bench()
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
+    binding, arena = made.ready()
     inside, go = threading.Event(), threading.Event()
     made.run(binding, 4, arena)
     handle = made.stream.handle
@@ -303,13 +290,12 @@ def test_two_threads_in_one_context(bench):
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert made.finish() is None
-    context.close()
 
 
 def test_a_violation_comes_through_as_it_is():
     """A violation is our own bug, and must not look like a failure of the model."""
     made = Bench()
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding, arena = made.bind(context), made.arena()
     foreign = HostDevice(in_place="never", threads=1)
     stream = foreign.create_stream()
@@ -324,8 +310,7 @@ def test_a_violation_comes_through_as_it_is():
 
 def test_capturing_and_replaying(bench):
     made = bench()
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
+    binding, arena = made.ready()
     made.stream.begin_capture()
     with pytest.raises(InternalError, match="not run with them before"):
         binding.enqueue(8, profile=None, stream=made.stream, arena=arena)
@@ -341,25 +326,22 @@ def test_capturing_and_replaying(bench):
         made.check(binding, 8)
     made.run(binding, 9, arena)
     graph.close()
-    context.close()
 
 
 def test_an_engine_that_cannot_be_captured(bench):
     made = bench(EngineSpec(capturable=False))
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
+    binding, arena = made.ready()
     made.run(binding, 8, arena)
     made.stream.begin_capture()
     with pytest.raises(ExecutionError, match="capturing"):
         binding.enqueue(8, profile=None, stream=made.stream, arena=arena)
     made.stream.end_capture()
     made.run(binding, 8, arena)
-    context.close()
 
 
 def test_whatever_raises_when_it_is_closed_the_rest_is_closed_too(bench, monkeypatch):
     made = bench(EngineSpec(aux_streams=2))
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     closed = []
 
     def close(self, timeout_s):
@@ -384,7 +366,7 @@ def test_outputs_whose_shape_depends_on_the_data(bench):
         "positives: float32[rows, positives.1]",
     ]
     assert not made.model.capabilities.is_capturable
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     arena = made.arena()
     bindings = {length: made.bind(context, input_1=length) for length in (1, 5, 32)}
     for seed, (length, rows) in enumerate([(5, 3), (32, 64)]):
@@ -399,31 +381,28 @@ def test_outputs_whose_shape_depends_on_the_data(bench):
 
 def test_an_output_that_is_empty(bench):
     made = bench(DATA)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding = made.bind(context, input_1=5)
     for memory in binding.inputs:
         memory.array[...] = 100  # The sign changes an odd number of times on the way, so none is positive.
     binding.enqueue(4, profile=None, stream=made.stream, arena=made.arena())
     assert made.finish() is None
     assert made.check(binding, 4)["positives"].size in (0, 20)
-    context.close()
 
 
 def test_unbound_outputs_belong_to_the_caller(bench):
     made = bench(DATA)
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context, input_1=5), made.arena()
+    binding, arena = made.ready(input_1=5)
     kept = made.run(binding, 4, arena, 1)["positives"]
     copy = kept.copy()
     made.run(binding, 4, arena, 2)
     np.testing.assert_array_equal(kept, copy)
-    context.close()
 
 
 def test_each_batchs_output_is_taken_once(bench):
     """Otherwise a batch without an output would be answered with the rows of the batch before."""
     made = bench(DATA)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding, arena = made.bind(context, input_1=5), made.arena()
     for _ in range(2):
         made.run(binding, 4, arena)
@@ -445,8 +424,7 @@ WRONG_SHAPES = {
 def test_a_reported_shape_that_cannot_be_the_batchs(bench, monkeypatch, wrong):
     """Its rows would go to the wrong requests, or come from an earlier batch."""
     made = bench(DATA)
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context, input_1=5), made.arena()
+    binding, arena = made.ready(input_1=5)
     made.run(binding, 8, arena)
     tell = IExecutionContext._tell
 
@@ -461,13 +439,12 @@ def test_a_reported_shape_that_cannot_be_the_batchs(bench, monkeypatch, wrong):
     with pytest.raises(ExecutionError, match="no batch was enqueued for it"):
         binding.unbound_outputs(4)
     made.run(binding, 4, arena)
-    context.close()
 
 
 def test_memory_for_an_output_that_is_refused_in_the_middle_of_an_enqueue(bench):
     """The batch is on its stream all the same, and the next one on the context is right."""
     made = bench(DATA)
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding, arena = made.bind(context, input_1=32), made.arena()
     made.run(binding, 1, arena)
     held = made.model.memory_statistics().held_nbytes
@@ -479,20 +456,17 @@ def test_memory_for_an_output_that_is_refused_in_the_middle_of_an_enqueue(bench)
         binding.unbound_outputs(64)
     assert made.finish() is None
     made.run(binding, 2, arena)
-    context.close()
 
 
 def test_outputs_whose_shape_depends_on_the_data_are_not_captured(bench):
     """A graph runs without reporting a shape, so what was reported for an earlier batch would be read."""
     made = bench(DATA)
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context, input_1=5), made.arena()
+    binding, arena = made.ready(input_1=5)
     made.run(binding, 4, arena)
     made.stream.begin_capture()
     with pytest.raises(InternalError, match="does not report the shape of 'positives'"):
         binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
     made.stream.end_capture().close()
-    context.close()
 
 
 class FarBuffer:
@@ -538,8 +512,7 @@ def test_where_the_host_cannot_see_it_the_output_is_copied_behind_the_batch(benc
         return address
 
     monkeypatch.setattr(UnboundOutput, "reserve", far)
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context, input_1=7), made.arena()
+    binding, arena = made.ready(input_1=7)
     stream = FarStream(made.stream)
     for seed, rows in enumerate((3, 64, 5)):
         made.fill(binding, seed)
@@ -547,17 +520,14 @@ def test_where_the_host_cannot_see_it_the_output_is_copied_behind_the_batch(benc
         assert made.finish() is None
         positives = made.check(binding, rows)["positives"]
         assert stream.copied[-1] == positives.nbytes, "the bytes that there are, not the most there could be"
-    context.close()
 
 
 def test_auxiliary_streams(bench, spied):
     made = bench(EngineSpec(aux_streams=2))
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
+    binding, arena = made.ready()
     for seed in range(3):
         made.run(binding, 40, arena, seed)
     assert spied[-1].take().count("set_aux_streams") == 3
-    context.close()
 
 
 def test_a_context_that_cannot_be_configured_is_given_back(bench, monkeypatch):
@@ -575,7 +545,7 @@ def test_a_context_that_cannot_be_configured_is_given_back(bench, monkeypatch):
 def test_outputs_that_are_not_what_was_found_at_opening(bench, monkeypatch):
     """A batch that would write beyond its bound memory is not enqueued."""
     made = bench(EngineSpec(inputs=(TensorIO("input", dims=(-1, -1)),)))
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding = made.bind(context, input_1=5)
     trt = context._trt
     shape_of_output = trt.get_tensor_shape
@@ -589,13 +559,12 @@ def test_outputs_that_are_not_what_was_found_at_opening(bench, monkeypatch):
         binding.enqueue(4, profile=None, stream=made.stream, arena=made.arena())
     monkeypatch.undo()
     made.run(binding, 4, made.arena())
-    context.close()
 
 
 def test_what_fails_on_a_device_without_memory_fails_for_that(bench, monkeypatch):
     """TensorRT 8.6 says "Cask" and nothing of memory, when an enqueue finds none."""
     made = bench()
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     binding = made.bind(context)
     made.trt.fail_next("enqueue")
     figures = MemoryFigures(free_nbytes=1 << 20, total_nbytes=80 << 30, held_nbytes=0)
@@ -607,4 +576,3 @@ def test_what_fails_on_a_device_without_memory_fails_for_that(bench, monkeypatch
     made.trt.fail_next("enqueue")
     with pytest.raises(ExecutionError, match="execute_async_v3"):
         made.run(binding, 4, made.arena())
-    context.close()

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions, read_header
+from asynctrt.backends.tensorrt import TensorRTModel, read_header
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceError, ModelError, OptionsError, UntrustedError
+from asynctrt.errors import DeviceError, ModelError, OptionsError
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
+COUNT = 2500
 ROOT = Path(__file__).parents[3]
 PLAN = double_plan(EngineSpec())
 RTX = (ROOT / "tests" / "gpu" / "identity.rtx.plan").read_bytes()
@@ -68,24 +69,6 @@ def test_plans_through_the_double():
     device.close()
     assert trt.violations() == ()
     assert outcomes["ModelError"] > COUNT // 2
-
-
-COUNT = 2500
-
-
-@pytest.mark.tier2
-def test_none_of_them_is_trusted():
-    import hashlib
-
-    pin = f"sha256:{hashlib.sha256(PLAN).hexdigest()}"
-    random = np.random.default_rng(13)
-    device = HostDevice()
-    trt = StrictTensorRT(device)
-    for _ in range(COUNT):
-        content = damaged(PLAN, random)
-        with pytest.raises((UntrustedError, ModelError)):
-            TensorRTModel(content + b"\0", device=device, flavour=trt, options=TensorRTOptions(trust=pin))
-    device.close()
 
 
 REAL = """

@@ -104,9 +104,8 @@ PLUGGED = EngineSpec(plugins=("EfficientNMS_TRT",))
 
 def test_the_librarys_own_plugins_are_registered(bench):
     made = bench(PLUGGED)
-    context = made.model.create_context(made.device)
-    made.run(made.bind(context), 3, made.arena())
-    context.close()
+    binding, arena = made.ready()
+    made.run(binding, 3, arena)
 
 
 def test_a_plugin_that_nobody_has_is_named(bench):
@@ -128,7 +127,7 @@ def test_libraries_of_plugins_are_loaded_once(bench, tmp_path):
 
 def test_everything_is_given_back(bench, caplog):
     made = bench(EngineSpec(persistent_nbytes=3000, data_dependent=True))
-    contexts = [made.model.create_context(made.device) for _ in range(3)]
+    contexts = [made.create_context() for _ in range(3)]
     for context in contexts:
         context.close()
     assert made.model.memory_statistics().blocks == 1
@@ -138,14 +137,14 @@ def test_everything_is_given_back(bench, caplog):
     assert not caplog.records
     assert "closed" in repr(made.model)
     with pytest.raises(UsageError, match="is closed"):
-        made.model.create_context(made.device)
+        made.create_context()
     with pytest.raises(UsageError, match="is closed"):
         made.model.memory_statistics()
 
 
 def test_contexts_outlive_their_model(bench, caplog):
     made = bench(EngineSpec(persistent_nbytes=3000))
-    contexts = [made.model.create_context(made.device) for _ in range(2)]
+    contexts = [made.create_context() for _ in range(2)]
     binding, arena = made.bind(contexts[0]), made.arena()
     made.model.close()
     assert "closed before 2 of its contexts" in caplog.text
@@ -162,7 +161,7 @@ def test_contexts_outlive_their_model(bench, caplog):
 def test_what_nobody_closed_is_given_back_too():
     """They are destroyed in whatever order the interpreter chooses."""
     made = Bench(EngineSpec(persistent_nbytes=3000, data_dependent=True))
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     made.run(made.bind(context), 5, made.arena())
     device, trt, stream = made.device, made.trt, made.stream
     for buffer in made._buffers:
@@ -177,7 +176,7 @@ def test_what_nobody_closed_is_given_back_too():
 
 def test_a_lost_device_can_still_be_closed(bench, monkeypatch):
     made = bench(EngineSpec(data_dependent=True))
-    context = made.model.create_context(made.device)
+    context = made.create_context()
     made.run(made.bind(context), 5, made.arena())
 
     def lost():
@@ -206,11 +205,6 @@ def test_a_real_package_runs_on_cuda_alone(flavour):
 def test_the_options_name_a_flavour_too(rtx_plan):
     with pytest.raises(ModelError, match="tensorrt_rtx"):
         TensorRTModel(rtx_plan(), device=HostDevice(), options=TensorRTOptions(flavour="tensorrt_lean"))
-
-
-def test_a_real_plan_of_the_other_kind_for_the_double(bench, rtx_plan):
-    with pytest.raises(ModelError, match="Open it with tensorrt_rtx"):
-        bench(model=False).open(rtx_plan())
 
 
 def test_a_header_with_nothing_that_it_announces(bench):

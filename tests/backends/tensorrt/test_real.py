@@ -64,25 +64,6 @@ def test_tensorrt_for_rtx_without_a_driver(tmp_path, rtx_plan):
     assert "TensorRT said: " in said
 
 
-@pytest.mark.parametrize(
-    ("flavour", "error"), [("tensorrt_lean", "ModelError"), ("tensorrt_dispatch", "ModelError")]
-)
-def test_a_plan_of_tensorrt_for_rtx_never_reaches_the_others(tmp_path, rtx_plan, flavour, error):
-    path = tmp_path / "model.plan"
-    path.write_bytes(rtx_plan())
-    said = opened(path, flavour)
-    assert said.startswith(f"{error}: ")
-    assert "Open it with tensorrt_rtx" in said
-
-
-def test_a_plan_of_tensorrt_never_reaches_that_for_rtx(tmp_path):
-    path = tmp_path / "model.plan"
-    path.write_bytes(double_plan(EngineSpec()))
-    said = opened(path, "tensorrt_rtx")
-    assert said.startswith("ModelError: ")
-    assert "tensorrt_lean" in said
-
-
 @pytest.mark.skipif(gpu_is_here(), reason="with a GPU, the damage is what is told")
 def test_without_a_flavour_the_one_for_the_plan_is_taken(tmp_path, rtx_plan):
     path = tmp_path / "model.plan"

@@ -285,9 +285,8 @@ def test_a_plan_without_its_lean_runtime(bench, tmp_path):
     lean = tmp_path / "libnvinfer_lean.so.10"
     lean.write_bytes(double_lean_runtime("10.13.2.6"))
     made = bench(spec, plan=plan, lean_runtime=lean)
-    context = made.model.create_context(made.device)
-    made.run(made.bind(context), 3, made.arena())
-    context.close()
+    binding, arena = made.ready()
+    made.run(binding, 3, arena)
 
 
 def test_a_lean_runtime_is_gone_before_the_one_that_loaded_it_also_after_a_refusal(bench, tmp_path):

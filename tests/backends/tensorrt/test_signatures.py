@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import asynctrt
+from asynctrt._util.files import CONFIG_NBYTES_MAX
 from asynctrt.backends.tensorrt import signatures
 from asynctrt.backends.tensorrt.trust import check_trust
 from asynctrt.devices.host import HostDevice
@@ -114,7 +115,7 @@ def test_a_plan_without_a_signature(signed):
 
 def test_files_are_read_up_to_a_limit(signed):
     line = f"me@here {signed.public()}\n"
-    for size, is_read in ((signatures.FILE_NBYTES_MAX, True), (signatures.FILE_NBYTES_MAX + 1, False)):
+    for size, is_read in ((CONFIG_NBYTES_MAX, True), (CONFIG_NBYTES_MAX + 1, False)):
         signed.signers.write_text("#" * (size - len(line) - 1) + "\n" + line)
         if is_read:
             assert signed.check() == "me@here"

@@ -5,7 +5,7 @@ return values, as far as an inference runtime needs them. This code runs on eith
 
     device = HostDevice()
     trt = StrictTensorRT(device)
-    spec = EngineSpec(inputs=(TensorIO("tokens", "int32", (-1, -1)),), work_ns_per_row=20_000)
+    spec = EngineSpec(inputs=(TensorIO("tokens", "int32", (-1, -1)),), work_ns=2_000_000)
 
     logger = Logger()  # Derived from trt.ILogger.
     engine = trt.Runtime(logger).deserialize_cuda_engine(double_plan(spec))

@@ -323,7 +323,7 @@ class CudaExecutor:
         batch.weights, batch.slot = enqueued.weights, context.slot
         batch.rows = enqueued.shapes[0][0]
         batch.row_length = int(np.prod(enqueued.shapes[0][1:], dtype=np.int64))
-        batch.work_ns = spec.work_ns + batch.rows * spec.work_ns_per_row
+        batch.work_ns = spec.work_ns
         batch.inputs, batch.steps = len(spec.inputs), spec.steps
         at = enqueued.arena + ALIGNMENT
         for index in range(len(spec.inputs)):

@@ -141,8 +141,7 @@ class _Batch:
         self._failed = True
         self._violated = False
         self._guard = 0
-        rows = enqueued.shapes[0][0] if enqueued.shapes[0] else 0
-        self._work_ns = enqueued.spec.work_ns + rows * enqueued.spec.work_ns_per_row
+        self._work_ns = enqueued.spec.work_ns
         self._counts = [int(np.prod(shape, dtype=np.int64)) for shape in enqueued.shapes]
         self._states = self._lay_out() if enqueued.arena else []
         self._inputs = [

@@ -117,7 +117,6 @@ class EngineSpec:
     :param steps: the number of dependent steps between input and output.
     :param bias: makes each step add ``1 + bias`` times as much, to tell engines apart by their answers.
     :param work_ns: how long a batch keeps the device busy, in addition to the steps.
-    :param work_ns_per_row: how much longer for each row.
     :param fills_gpu: whether that work leaves no room for that of another batch.
     :param function: computes the outputs with NumPy, in place of the steps, from a mapping of arrays by the
         names of the inputs: an array, a tuple or a mapping by name. On the host device only; a plan with a
@@ -154,7 +153,6 @@ class EngineSpec:
     steps: int = 4
     bias: int = 0
     work_ns: int = 0
-    work_ns_per_row: int = 0
     fills_gpu: bool = True
     function: Callable[[dict[str, Array]], Any] | None = None
     function_outputs: tuple[TensorIO, ...] = ()
