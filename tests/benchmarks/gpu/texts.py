@@ -19,7 +19,7 @@ import asynctrt
 from asynctrt._util import clock
 from asynctrt._util.process import freeze_gc
 from tests.benchmarks.common import arguments, save
-from tests.benchmarks.gpu.detector import call, line
+from tests.benchmarks.gpu.detector import call, line, session_of
 from tests.benchmarks.gpu.support import open_device
 from tests.models import node
 from tests.models import save as save_model
@@ -135,12 +135,7 @@ def padded(some):
 
 def by_hand(path, given, sent):
     """Return texts a second of ONNX Runtime, by single runs and in padded batches."""
-    import onnxruntime as ort
-
-    name = "CPUExecutionProvider" if given.device == "host" else "CUDAExecutionProvider"
-    chosen = ort.SessionOptions()
-    chosen.log_severity_level = 3
-    session = ort.InferenceSession(str(path), chosen, providers=[name])
+    session = session_of(path, given.device)
 
     def rate(size):
         session.run(None, padded(sent[:size]))
