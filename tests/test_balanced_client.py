@@ -21,6 +21,7 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.testing import LatchDevice
+from tests.benchmarks.several import Best, arrivals_of, best_latencies_s, ends_of
 from tests.helpers import free_port, until
 from tests.models import double_model, rows
 from tests.serving.support import WAIT_S, engine_of, serving
@@ -114,59 +115,6 @@ async def test_a_slow_a_draining_and_a_killed_server_cost_no_call(scheme):
         before = answered(servers[3])
         await asyncio.gather(*[infer(client) for _ in range(20)])
         assert answered(servers[3]) > before
-
-
-SERVICE_S = {"slow": 0.25, "drains": 0.05, "killed": 0.05, "stays": 0.05}
-
-
-class Best:
-    """A server of the best assignment, which takes ``rows_max`` calls at once for ``service_s``."""
-
-    def __init__(self, service_s, rows_max, end_s):
-        self.service_s = service_s
-        self.rows_max = rows_max
-        self.end_s = end_s
-        self.began_s = -1.0
-        self.rows = 0
-
-    def next_batch(self, now_s):
-        """Return when the batch that a call would join begins, and how many it then has."""
-        if now_s >= self.began_s + self.service_s:
-            return now_s, 1
-        if now_s < self.began_s and self.rows < self.rows_max:
-            return self.began_s, self.rows + 1
-        return self.began_s + self.service_s, 1
-
-    def answer_s(self, now_s):
-        """Return when it would answer a call; never, if it is gone by then."""
-        answer_s = self.next_batch(now_s)[0] + self.service_s
-        return answer_s if answer_s < self.end_s else float("inf")
-
-    def take(self, now_s):
-        """Take a call, and return when it is answered."""
-        self.began_s, self.rows = self.next_batch(now_s)
-        return self.began_s + self.service_s
-
-
-def arrivals_of(rate, seconds, seed=1):
-    """Return the times of calls that come at random."""
-    chance = random.Random(seed)
-    return np.cumsum([chance.expovariate(rate) for _ in range(int(rate * seconds))]).tolist()
-
-
-def ends_of(rows_max, seconds):
-    """Return each server's service time, the most calls in its batches, and when it is gone."""
-    ends_s = {"drains": seconds / 3, "killed": 2 * seconds / 3}
-    return [(service_s, rows_max, ends_s.get(name, 1e9)) for name, service_s in SERVICE_S.items()]
-
-
-def best_latencies_s(arrivals_s, rows_max, seconds):
-    servers = [Best(*given) for given in ends_of(rows_max, seconds)]
-    found = []
-    for now_s in arrivals_s:
-        server = min(servers, key=lambda one: one.answer_s(now_s))
-        found.append(server.take(now_s) - now_s)
-    return found
 
 
 class Simulated(Best):

@@ -655,3 +655,33 @@ class TestFiguresInSentences:
         assert f" {helped['p50_us'] / 1000:.1f} ms" in TEXT
         assert f"p99 {helped['p99_us'] / 1000:.1f} ms" in TEXT
         assert f" {left['p50_us'] / 1000:.1f} ms, and {left['p99_us'] / 1000:.1f} " in TEXT
+
+    def test_a_server_over_a_long_time(self):
+        soak = tables.figures("soak")
+        early = next(mb for count, mb in soak["looks"] if count > soak["requests"] / 10)
+        assert abs(soak["end"]["rss_mb"] - early) < 5
+        first, end = soak["looks"][0][1], soak["end"]["rss_mb"]
+        assert f" {first:.0f} MB" in TEXT
+        assert f" {end:.0f} MB" in TEXT
+
+    def test_load_tests(self):
+        truth = tables.figures("truth")
+        worst = max(
+            abs(case["measured_ms"][name] / case["on_paper_ms"][name] - 1)
+            for case in truth["cases"]
+            for name in ("p50", "p90", "p99")
+        )
+        assert f" {worst:.1%} " in TEXT
+        frozen = truth["freeze"]
+        assert f" {frozen['corrected']['p99']:,.0f} ms" in TEXT
+        assert f" {frozen['p99_on_paper_ms']:,.0f} ms" in TEXT
+
+    def test_nothing_is_left_behind(self):
+        for before, after in tables.figures("memory").values():
+            assert (before["threads"], before["descriptors"]) == (after["threads"], after["descriptors"])
+            assert after["resident_kib"] - before["resident_kib"] < 1024
+
+    def test_the_gpu(self):
+        for name in ("gpu-million", "gpu-million-onnxruntime"):
+            grown = tables.figures(name)["resident_mib_growth"]
+            assert f" {grown:.1f} MiB" in TEXT

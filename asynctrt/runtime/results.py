@@ -11,8 +11,9 @@ from asynctrt._util.pace import GIL
 from asynctrt.tensors import Array
 
 RECYCLED_NBYTES_MIN: Final = 64 << 10
-"""Smaller results are cheap to allocate. The C library returns the memory of larger ones to the system, and
-the page faults of new memory take several times as long as copying a result."""
+"""Smaller results are cheap to allocate. When the callers of a batch drop larger ones, the C library returns
+their memory to the system, and the page faults of new memory take several times as long as copying a result:
+64 callers at once, with results of 64 KB, took 57 µs of the CPU a request instead of 19."""
 
 KEPT_NBYTES_MAX: Final = 64 << 20
 """The most bytes to keep, in use or not. Beyond it, results get new memory that is not kept."""

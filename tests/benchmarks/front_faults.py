@@ -5,7 +5,6 @@ front is to break its connections. ``fronts``: only these are killed, so the one
 leave behind. ``all``: fronts and workers.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,7 +21,7 @@ import numpy as np
 import psutil
 import uvloop
 
-from tests.benchmarks.common import save
+from tests.benchmarks.common import arguments, save
 from tests.helpers import free_port
 
 ROOT = Path(__file__).parent.parent.parent
@@ -33,16 +32,6 @@ AGAIN = 256
 LOST_S = 30.0
 """A request that has no answer after so long is lost."""
 BROKEN = (OSError, asyncio.IncompleteReadError)
-
-
-def options():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--fronts", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two kills")
-    parser.add_argument("--only", default="")
-    return parser.parse_args()
 
 
 class Server:
@@ -245,7 +234,7 @@ async def killed(given, *parts, flags=()):
 
 
 def main():
-    given = options()
+    given = arguments(__doc__, fronts=2, requests=100_000, every=2.0, only="")
     results = {}
     parts = {
         "fronts": (("serving.front",), ()),

@@ -9,10 +9,8 @@ come at random at 50 and 80% of the capacity of the slower of the engine and the
 can export is put there.
 """
 
-import argparse
 import asyncio
 import statistics
-import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,7 @@ from asynctrt._util import clock
 from asynctrt._util.process import freeze_gc
 from asynctrt.cli.demo import ContentModel
 from asynctrt.devices.host import HostDevice
-from tests.benchmarks.common import WARM_UP_S, medians, requests_of, save
+from tests.benchmarks.common import WARM_UP_S, arguments, medians, requests_of, save
 from tests.benchmarks.gpu.batchers import ByHand, Runner, async_batcher, back_to_back, bare_loop
 from tests.benchmarks.gpu.onnx_models import SUBJECTS, export
 from tests.benchmarks.gpu.resnet import Poisson
@@ -39,18 +37,18 @@ TOLERANCE = 0.03
 
 
 def options():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--models", type=Path, default=Path("models"))
-    parser.add_argument("--only", default="", help="names of models, with commas")
-    parser.add_argument("--callers", default=",".join(map(str, CALLERS)))
-    parser.add_argument("--seconds", type=float, default=0.5)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="0.1 s a run, once")
-    parser.add_argument("--contexts", type=int, default=4)
-    parser.add_argument("--deadline", type=float, default=1e9, help="begin no model after so many seconds")
-    parser.add_argument("--host", action="store_true")
-    given = parser.parse_args()
+    given = arguments(
+        __doc__,
+        models="models",
+        only="",
+        callers=",".join(map(str, CALLERS)),
+        seconds=0.5,
+        repeats=2,
+        quick=False,
+        contexts=4,
+        host=False,
+    )
+    given.models = Path(given.models)
     if given.quick:
         given.seconds, given.repeats = 0.1, 1
     return given
@@ -245,7 +243,6 @@ def print_line(what, figures):
 
 async def main():
     given = options()
-    begun = time.monotonic()
     device = HostDevice(in_place="never", unified=False) if given.host else open_device("cuda:0")
     if not given.host:
         with said("exporting with torch"):
@@ -257,9 +254,6 @@ async def main():
     for subject in [replace(one, rows_max=2) for one in SUBJECTS] if given.host else SUBJECTS:
         path = path_of(subject, given)
         if (wanted and subject.name not in wanted) or not path.exists():
-            continue
-        if time.monotonic() - begun > given.deadline:
-            print(f"no time is left for {subject.name}", flush=True)
             continue
         try:
             with said(subject.name):

@@ -141,6 +141,22 @@ def frameworks():
         )
 
 
+def several():
+    """Yield how long calls to four servers took, beside the best assignment."""
+    yield "", "calls", "lost", "p99, ms", "of the best assignment, ms", "ratio"
+    for label, found in figures("several")["company"].items():
+        p99_ms, best_ms = found["p99_ms"], found["best_p99_ms"]
+        ratio = f"{p99_ms / best_ms:.2f}"
+        yield label, f"{found['calls']:,}", f"{found['lost']}", f"{p99_ms:.0f}", f"{best_ms:.0f}", ratio
+
+
+def several_cost():
+    """Yield what a client of several servers costs."""
+    yield "", "calls/s", "CPU µs of the client"
+    for label, runs in figures("several")["cost"].items():
+        yield label, hundreds(middle(runs, "requests_per_s")), f"{middle(runs, 'cpu_us_per_request'):.0f}"
+
+
 def workers():
     """Yield what a worker process costs: in process beside it, ratios of medians."""
     yield (
@@ -570,6 +586,8 @@ TABLES = {
     "perceptron": perceptron,
     "serving": serving,
     "frameworks": frameworks,
+    "several": several,
+    "several-cost": several_cost,
     "workers": workers,
     "front-kills": front_kills,
     "busy-thread": busy_thread,

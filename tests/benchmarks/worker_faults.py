@@ -5,7 +5,6 @@ happens once (an illegal address, on a GPU), a row that ends its worker whenever
 hangs, beside callers whose answers are checked: how long until they are answered, and the row is refused.
 """
 
-import argparse
 import asyncio
 import logging
 import os
@@ -22,7 +21,7 @@ import uvloop
 
 import asynctrt
 from asynctrt.errors import AsynctrtError, PoisonError
-from tests.benchmarks.common import save
+from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.support import open_device
 from tests.gpu.fallible import GATE
 
@@ -30,18 +29,6 @@ HOST, GPU = "tests.workers.models:kind", "tests.gpu.fallible:kind"
 CALLERS = 32
 AGAIN = 256
 """Answers after a kill that were not on their way before."""
-
-
-def options():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--device", default="host", help="'cuda:0', or 'cuda:0,cuda:1' for kills with two")
-    parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two kills")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batch-timeout", type=float, default=1.0)
-    parser.add_argument("--only", default="")
-    return parser.parse_args()
 
 
 def row(first):
@@ -162,9 +149,11 @@ async def faulted(model, given, device, first, **settings):
 
 
 def main():
-    given = options()
+    given = arguments(
+        __doc__, device="host", requests=100_000, every=2.0, repeats=3, batch_timeout=1.0, only=""
+    )
     logging.getLogger("asynctrt").setLevel(logging.CRITICAL)  # Each death is an error there.
-    devices = given.device.split(",")
+    devices = given.device.split(",")  # Of two, kills concern both.
     model, ends, hangs = (HOST, -1.0, -3.0) if devices[0] == "host" else (GPU, -1.0, -2.0)
     results = {}
     os.environ[GATE] = f"{tempfile.mkdtemp()}/fault"

@@ -6,7 +6,6 @@ it takes until the engine has contexts for the shape, and what others notice mea
 one row again and again, and callers who wait at random between two requests.
 """
 
-import argparse
 import asyncio
 import logging
 import tempfile
@@ -19,7 +18,7 @@ import asynctrt
 from asynctrt._util import clock
 from asynctrt._util.process import freeze_gc
 from asynctrt.devices.host import HostDevice
-from tests.benchmarks.common import quantiles_us, save
+from tests.benchmarks.common import parser_of, quantiles_us, save
 from tests.benchmarks.gpu.support import open_device
 from tests.models import detector_onnx
 
@@ -28,38 +27,46 @@ RANDOM_CALLERS, RANDOM_S = 100, 0.05
 
 
 def options():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--device", default="cuda:0")
+    parser = parser_of(
+        __doc__,
+        device="cuda:0",
+        side=320,
+        seconds=3.0,
+        callers=",".join(map(str, CALLERS)),
+        random=RANDOM_CALLERS,
+        graphs="auto",
+        contexts=0,
+        known=False,  # Say the shape when the engine is opened.
+        shapes=0,  # Also send this many other sides, one each.
+    )
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--side", type=int, default=320)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--callers", default=",".join(map(str, CALLERS)))
-    parser.add_argument("--random", type=int, default=RANDOM_CALLERS)
-    parser.add_argument("--graphs", default="auto")
-    parser.add_argument("--contexts", type=int, default=0)
-    parser.add_argument("--known", action="store_true", help="say the shape when the engine is opened")
-    parser.add_argument("--shapes", type=int, default=0, help="also send this many other sides, one each")
     return parser.parse_args()
+
+
+def session_of(path, device, shape=None):
+    """Return a session of ONNX Runtime; one that is told ``shape`` knows the sizes of its first input."""
+    import onnxruntime as ort
+
+    chosen = ort.SessionOptions()
+    chosen.log_severity_level = 3
+    if shape is not None:
+        on_host = ort.InferenceSession(str(path), chosen, providers=["CPUExecutionProvider"])
+        for dim, size in zip(on_host.get_inputs()[0].shape, shape, strict=True):
+            if isinstance(dim, str):
+                chosen.add_free_dimension_override_by_name(dim, size)
+    on_gpu = ("CUDAExecutionProvider", {"cudnn_conv_algo_search": "HEURISTIC"})
+    return ort.InferenceSession(
+        str(path), chosen, providers=["CPUExecutionProvider" if device == "host" else on_gpu]
+    )
 
 
 def alone(path, given, images):
     """Return images a second of ONNX Runtime: by single runs, and told its sizes, in batches of some rows."""
-    import onnxruntime as ort
-
-    name = "CUDAExecutionProvider" if given.device != "host" else "CPUExecutionProvider"
-    settings = {"cudnn_conv_algo_search": "HEURISTIC"} if given.device != "host" else {}
 
     def rate(rows, *, told):
-        chosen = ort.SessionOptions()
-        chosen.log_severity_level = 3
-        declared = ort.InferenceSession(str(path), chosen, providers=["CPUExecutionProvider"]).get_inputs()[0]
-        if told:
-            for dim, size in zip(declared.shape, (rows, *images[0].shape[1:]), strict=True):
-                if isinstance(dim, str):
-                    chosen.add_free_dimension_override_by_name(dim, size)
-        session = ort.InferenceSession(str(path), chosen, providers=[(name, settings)])
-        sent = {declared.name: np.concatenate(images[:rows])}
+        batch = np.concatenate(images[:rows])
+        session = session_of(path, given.device, batch.shape if told else None)
+        sent = {session.get_inputs()[0].name: batch}
         session.run(None, sent)
         session.run(None, sent)
         start_ns, done = clock.now_ns(), 0
@@ -154,26 +161,16 @@ async def ever_new(engine, path, given, rng):
     """Return images a second of images that each have another shape: by ONNX Runtime alone, by the engine."""
     count = given.shapes
     images = [rng.random((1, 3, 32 * (1 + n % 8), 32 * (1 + n // 8)), np.float32) for n in range(count)]
-    run, name = single_runs(path, given)
+    session = session_of(path, given.device)
+    name = session.get_inputs()[0].name
     start_ns = clock.now_ns()
     for image in images:
-        run({name: image})
+        session.run(None, {name: image})
     alone_ns = clock.now_ns() - start_ns
     start_ns = clock.now_ns()
     for number in range(0, count, 8):
         await asyncio.gather(*(engine.infer(image) for image in images[number : number + 8]))
     return {"alone": count / alone_ns * 1e9, "engine": count / (clock.now_ns() - start_ns) * 1e9}
-
-
-def single_runs(path, given):
-    """Return a session of ONNX Runtime that was told nothing, as a function, and the name of its input."""
-    import onnxruntime as ort
-
-    is_host = given.device == "host"
-    settings = {} if is_host else {"cudnn_conv_algo_search": "HEURISTIC"}
-    provider = "CPUExecutionProvider" if is_host else "CUDAExecutionProvider"
-    session = ort.InferenceSession(str(path), providers=[(provider, settings)])
-    return lambda feeds: session.run(None, feeds), session.get_inputs()[0].name
 
 
 async def differences(engine, images, expected):
