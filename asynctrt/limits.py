@@ -28,8 +28,8 @@ class Limits:
         left_ns = self.deadline_ns - clock.now_ns()
         if left_ns <= 0:
             raise DeadlineError(
-                f"the deadline of asynctrt.within passed {-left_ns / 1e6:.3f} ms before this request was "
-                "made. Allow more time, or do less within it"
+                "the deadline of asynctrt.within, or of the pipeline that makes this request, passed "
+                f"{-left_ns / 1e6:.3f} ms before the request was made. Allow more time, or do less within it"
             )
         return left_ns
 

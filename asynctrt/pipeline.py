@@ -26,6 +26,7 @@ from asynctrt._util import clock
 from asynctrt._util.loops import is_cancelled, running_loop, wait_shielded
 from asynctrt._util.validation import count, output_names, priority_of, timeout_ns_of
 from asynctrt.backends.function import is_coroutine_function
+from asynctrt.batching import Batched
 from asynctrt.core.inputs import InputCheck, Inputs, Outputs
 from asynctrt.engine import HOST, Engine
 from asynctrt.errors import (
@@ -51,7 +52,7 @@ logger = logging.getLogger("asynctrt")
 
 PASSED_ON: Final = (OverloadError, LifecycleError, DeviceError, InputError)
 """Errors of the function that also apply to the pipeline's caller: retry later, use another engine, look at
-the device, or correct the inputs."""
+the device, or correct the inputs. An engine's ``InputError`` does not: its inputs come from the function."""
 
 PLATFORM: Final = "asynctrt_pipeline"
 
@@ -71,7 +72,8 @@ class Pipeline(Engine):
     function itself is not stopped when the time has passed. Requests may overtake each other.
 
     The function reads the caller's own arrays, so it gets read-only views. If it finds the caller's inputs
-    wrong, it raises :class:`InputError`, which reaches the caller unchanged.
+    wrong, it raises :class:`InputError`, which reaches the caller unchanged. An engine's ``InputError``
+    becomes an :class:`ExecutionError`, since the engine's inputs come from the function.
 
     Closing the pipeline does not close the engines: that is up to their owner. ``async with`` waits for
     requests in flight.
@@ -79,6 +81,8 @@ class Pipeline(Engine):
     :param function: a coroutine function of the inputs.
     :param inputs: the spec or specs of the inputs.
     :param outputs: the spec or specs of the outputs, which may have named dimensions that no input has.
+    :param engines: the engines that the function calls. While one of them is lost or closed, so is the
+        pipeline's ``state``, and a server reports it as not ready.
     :param name: its name in messages, on servers and in metrics.
     :param priorities: the number of priority levels.
     :param timeout: seconds, as in :class:`Options`, for requests that give no timeout.
@@ -98,6 +102,7 @@ class Pipeline(Engine):
         *,
         inputs: TensorSpec | Sequence[TensorSpec],
         outputs: TensorSpec | Sequence[TensorSpec],
+        engines: Engine | Sequence[Engine] = (),
         name: str = "pipeline",
         priorities: int = 1,
         timeout: float | None = None,
@@ -110,6 +115,9 @@ class Pipeline(Engine):
                 "a pipeline takes one coroutine function, which calls engines (await engine.infer(...)) and "
                 f"plain functions (await asyncio.to_thread(...)), not {show(function)}"
             )
+        engines = (engines,) if isinstance(engines, Engine) else tuple(engines)
+        if not all(isinstance(engine, Engine) for engine in engines):
+            raise UsageError(f"the engines of a pipeline are open engines, not {show(engines)}")
         max_in_flight = count(1)("max_in_flight", max_in_flight)
         options = Options(
             max_rows=max_in_flight,
@@ -120,6 +128,7 @@ class Pipeline(Engine):
         )
         super().__init__(loop, options)
         self._function = function
+        self._engines = engines
         self._name = name
         self._inputs = _specs_of("inputs", inputs)
         self._outputs = _specs_of("outputs", outputs)
@@ -136,8 +145,11 @@ class Pipeline(Engine):
 
     @property
     def state(self) -> str:
-        """``open``, ``draining``, ``closing`` or ``closed``."""
-        return self._state
+        """``open``, ``draining``, ``closing`` or ``closed``. While the pipeline is open but one of its
+        ``engines`` is not, the state of the first such engine."""
+        if self._state != "open":
+            return self._state
+        return next((engine.state for engine in self._engines if engine.state != "open"), "open")
 
     @property
     def name(self) -> str:
@@ -281,7 +293,7 @@ class Pipeline(Engine):
         """Return the caller's error when the function raised ``error``."""
         while isinstance(error, BaseExceptionGroup):  # Of a task group.
             error = error.exceptions[0]
-        if isinstance(error, PASSED_ON):
+        if isinstance(error, PASSED_ON) and not _is_about_a_call(error):
             passed = once_begun(error)  # Another engine may have computed its part.
             passed.__suppress_context__ = True
             return passed
@@ -399,6 +411,18 @@ class Pipeline(Engine):
         end_s = self._loop.time() + timeout_s
         for task in list(self._tasks):
             await wait_shielded(task, end_s - self._loop.time())
+
+
+def _is_about_a_call(error: BaseException) -> bool:
+    """Return whether an engine or a client refused the inputs that the function gave it."""
+    place = error.__traceback__
+    if place is None or not isinstance(error, InputError):
+        return False
+    while place.tb_next is not None:
+        place = place.tb_next
+    raised_in = place.tb_frame.f_globals.get("__name__", "")
+    # A batched function returns an error for an item, and its caller raises it.
+    return raised_in.startswith("asynctrt.") and raised_in != Batched.__module__
 
 
 def _specs_of(what: str, given: TensorSpec | Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

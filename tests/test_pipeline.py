@@ -18,6 +18,7 @@ from asynctrt.errors import (
     EngineClosedError,
     ExecutionError,
     InputError,
+    ModelNotReadyError,
     OptionsError,
     OverloadError,
     QueueFullError,
@@ -193,6 +194,21 @@ async def test_errors_that_the_caller_gets_unchanged():
             await one.infer(rows(4))
 
 
+async def test_an_engine_that_refuses_the_function_s_inputs_does_not_blame_the_caller():
+    @asynctrt.batch
+    def refuse(items: list[int]) -> list[int]:
+        return [InputError("not a picture") for _ in items]
+
+    async def stage(given):
+        await engine.infer(given["x"][:, :2]) if given["x"][0, 0] else await refuse(1)
+
+    async with asynctrt.open(double_model()) as engine, pipeline(stage) as one:
+        with pytest.raises(ExecutionError, match=r"'pipeline' failed: InputError.*given \(1, 2\)"):
+            await one.infer(rows(1))
+        with pytest.raises(InputError, match="^not a picture$"):
+            await one.infer(rows(0))
+
+
 async def test_a_full_engine_within_does_not_say_that_nothing_has_begun():
     device = LatchDevice()
     options = {"device": device, "contexts": 1, "max_rows": 1, "max_queue_rows": 1}
@@ -335,6 +351,21 @@ async def test_dimensions_of_one_name_agree():
 async def test_misuse(function, options, error, says):
     with pytest.raises(error, match=says):
         pipeline(function, **options)
+
+
+async def test_a_served_pipeline_is_ready_while_its_engines_are():
+    async with (
+        asynctrt.open(double_model()) as engine,
+        around(engine, engines=engine) as one,
+        serve_locally({"one": one}) as server,
+    ):
+        server.repository.find_ready("one")
+        await engine.drain()
+        assert one.state == "draining"
+        with pytest.raises(ModelNotReadyError):
+            server.repository.find_ready("one")
+        with pytest.raises(UsageError, match="engines of a pipeline are open engines"):
+            pipeline(same, engines=[double_model()])
 
 
 async def test_what_a_pipeline_has_not():
