@@ -317,6 +317,8 @@ class Fronts:
             if front.is_to_reload:
                 self._reload_one(front)
             self._told.setdefault(front.number, message.lines)
+            if len(self._ready) == len(self._fronts):
+                self._pool.close_unused()
             self._changed.set()
         elif isinstance(message, Failed):
             front.error = message.error
