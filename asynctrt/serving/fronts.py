@@ -31,12 +31,10 @@ from asynctrt.serving.systemd import notify_ready
 from asynctrt.workers.messages import Beat, Failed, Stop, To
 from asynctrt.workers.pool import WorkerPool
 from asynctrt.workers.process import ChildProcess
-from asynctrt.workers.spares import pause_s
+from asynctrt.workers.spares import SOON_NS, pause_s
 
 PAUSE_S_MAX: Final = 5.0
 """The maximum delay before restarting a front that died soon."""
-SOON_NS: Final = 2_000_000_000
-"""A front that has served for longer did not die of a failed start, and is restarted at once."""
 GRACE_S: Final = 5.0
 """How long a front may take to return its metrics, to run its event loop again, and to stop after its
 drain_timeout."""
@@ -319,6 +317,8 @@ class Fronts:
             if front.is_to_reload:
                 self._reload_one(front)
             self._told.setdefault(front.number, message.lines)
+            if len(self._ready) == len(self._fronts):
+                self._pool.close_unused()
             self._changed.set()
         elif isinstance(message, Failed):
             front.error = message.error

@@ -59,6 +59,9 @@ class Blocks:
         # Keyed by offset, least recently used first.
         self._known: OrderedDict[int, SharedBlock] = OrderedDict()
         self._pins: ThreadPoolExecutor | None = None
+        # The blocks that are pinned or to be pinned. The functions that unpin them are the thread's alone: it
+        # unpins a block before it pins another one in its place, even if that was decided meanwhile.
+        self._to_unpin: set[SharedBlock] = set()
         self._unpin: dict[SharedBlock, Callable[[], None]] = {}
         self._pinned_nbytes = 0
         self._pinning = 0
@@ -119,16 +122,16 @@ class Blocks:
             self._intake.forget_inputs(slab)
         block.slabs.clear()
         block.address = None
-        unpin = self._unpin.pop(block, None)
-        if unpin is not None and self._pins is not None:
-            self._pinned_nbytes -= block.nbytes
+        if block in self._to_unpin:
+            assert self._pins is not None
+            self._count_out(block)
             # Until then the memory must stay mapped: new memory at its addresses would count as pinned.
-            self._pins.submit(_unpin, unpin, block)
+            self._pins.submit(self._unpin_now, block)
         self._end_thread()
 
     def _end_thread(self) -> None:
         """End the pinning thread after closing, once it has nothing left to do."""
-        if self._is_closed and self._pins is not None and not self._unpin and not self._pinning:
+        if self._is_closed and self._pins is not None and not self._to_unpin:
             self._pins.shutdown(wait=False)
 
     def _pin(self, block: SharedBlock) -> None:
@@ -139,10 +142,10 @@ class Blocks:
         pins = self._thread()
         if pins is None:
             return
+        self._to_unpin.add(block)
         self._pinned_nbytes += block.nbytes
         self._pinning += 1
-        address = block.buffer.address + block.start
-        pinning = self._loop.run_in_executor(pins, device.pin, address, block.nbytes)
+        pinning = self._loop.run_in_executor(pins, self._pin_now, block)
         pinning.add_done_callback(partial(self._pinned, block))
 
     def _thread(self) -> ThreadPoolExecutor | None:
@@ -157,26 +160,31 @@ class Blocks:
             self._pins = pins
         return self._pins
 
-    def _pinned(self, block: SharedBlock, pinning: "asyncio.Future[Callable[[], None]]") -> None:
+    def _count_out(self, block: SharedBlock) -> None:
+        self._to_unpin.discard(block)
+        self._pinned_nbytes -= block.nbytes
+
+    def _pin_now(self, block: SharedBlock) -> None:
+        self._unpin[block] = self._intake.device.pin(block.buffer.address + block.start, block.nbytes)
+
+    def _unpin_now(self, block: SharedBlock) -> None:
+        unpin = self._unpin.pop(block, None)
+        if unpin is not None:
+            unpin()
+
+    def _pinned(self, block: SharedBlock, pinning: "asyncio.Future[None]") -> None:
         """Allow the device to copy directly from a block, unless pinning failed."""
         self._pinning -= 1
-        error = None if pinning.cancelled() else pinning.exception()
-        if pinning.cancelled() or error is not None:
-            self._pinned_nbytes -= block.nbytes
-            if self._may_pin:
-                logger.warning(
-                    "memory with large rows cannot be pinned, so they are copied once more: %s", error
-                )
-            self._may_pin = False
-            self._end_thread()
+        if pinning.cancelled():
             return
-        self._unpin[block] = pinning.result()
-        if block.is_forgotten:
-            self._forget(block)
-        else:
-            block.address = block.buffer.address
-
-
-def _unpin(unpin: Callable[[], None], _block: SharedBlock) -> None:
-    """Unpin a block, keeping its memory alive until that is done."""
-    unpin()
+        error = pinning.exception()
+        if error is None:
+            if not block.is_forgotten:
+                block.address = block.buffer.address
+            return
+        if block in self._to_unpin:
+            self._count_out(block)
+        if self._may_pin:
+            logger.warning("memory with large rows cannot be pinned, so they are copied once more: %s", error)
+        self._may_pin = False
+        self._end_thread()

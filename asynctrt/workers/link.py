@@ -37,7 +37,7 @@ from asynctrt.workers.messages import (
 )
 from asynctrt.workers.original import Original
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
-from asynctrt.workers.spares import Spares, pause_s
+from asynctrt.workers.spares import SOON_NS, Spares, pause_s
 from asynctrt.workers.spawn import OwnWorkers, WorkerHandle
 from asynctrt.workers.trials import Trials
 
@@ -47,8 +47,8 @@ GROUPS_MAX: Final = 8192
 CAPACITY: Final = 4 * GROUPS_MAX
 """Entries of a ring: for each group at most SUBMIT, CANCEL and FETCH, or LARGE and an answer."""
 
-FAILED_STARTS_MAX: Final = 5
-"""The maximum number of workers in a row that fail to open the engine while callers wait."""
+FAILURES_MAX: Final = 5
+"""The maximum number of workers in a row that fail while callers wait."""
 
 LOOK_S: Final = 0.5
 """How often a link looks at its worker's heartbeat."""
@@ -99,8 +99,9 @@ class Candidate:
         """The engine that it opens."""
         self.description: Description | None = None
         self.counts: Statistics | None = None
-        self.is_attached = False
-        """Whether it shares the front's memory."""
+        self.attached_ns: int | None = None
+        """When it was given the front's memory, and the link was open."""
+        self.has_answered = False
         self.is_refused = False
         """Whether the front cannot use it: they cannot share memory, or its engine is a different one."""
         self.is_hopeless = False
@@ -153,7 +154,8 @@ class Link:
         """The rows that its worker has not answered yet."""
         self._unpublished = False
         self._trials = Trials()
-        self._failed_starts = 0
+        # Workers in a row that did not open the engine, or ended soon without an answer or a batch.
+        self._failures = 0
         self._original = original
         self.deaths = 0
         """Workers that died."""
@@ -368,7 +370,8 @@ class Link:
         candidate.process.send(message, [memory.fd, rings.fd, theirs, own])
         rings.close()
         self._receiver.sleep()
-        self._looked_ns, self._beat_ns, self._silent_ns = clock.now_ns(), 0, 0
+        candidate.attached_ns = self._looked_ns = clock.now_ns()
+        self._beat_ns = self._silent_ns = 0
         if self._look is None:
             self._look = self._loop.call_later(LOOK_S, self._look_after)
         self.state, self.lost = "open", None
@@ -390,7 +393,6 @@ class Link:
         if error:
             self._refuse(candidate, DeviceUnavailableError(f"the worker {error}"))
             return
-        candidate.is_attached, self._failed_starts = True, 0
         if not self.first.done():
             self.first.set_result(candidate.description)
 
@@ -434,11 +436,15 @@ class Link:
 
     def _worker_died(self, candidate: Candidate, how: str) -> None:
         """Take back the worker's groups, and replace it unless that is hopeless."""
-        if candidate.is_attached:
+        has_served = False
+        if candidate.attached_ns is not None and not candidate.is_refused:
             self.deaths += 1
             self._look_at_answers()  # Answers from before its death count.
-        else:
-            self._failed_starts += 1
+            idle_ns = 0 if self.groups else clock.now_ns() - candidate.attached_ns
+            # A group that it launched is to blame, and trials will find it.
+            has_launched = any(self._memory.words[group.launched] for group in self.groups.values())
+            has_served = candidate.has_answered or has_launched or idle_ns > SOON_NS
+        self._failures = 0 if has_served else self._failures + 1
         self._give_back(how)
         self._detach()
         self._keep_counts(candidate)
@@ -448,8 +454,8 @@ class Link:
             self.state = "closed"
         elif candidate.is_hopeless or self.lost is not None:
             self._lose(how)
-        elif self._failed_starts >= FAILED_STARTS_MAX:
-            self._lose(f"{how}, as did the {self._failed_starts - 1} before it")
+        elif self._failures >= FAILURES_MAX:
+            self._lose(f"{how}, as did the {self._failures - 1} before it")
         else:
             self._replace(how)
 
@@ -460,7 +466,7 @@ class Link:
         self.state = "restarting"
         self._worker, self._spare = self._spare, None
         if self._worker is None:
-            self._worker = self._new_candidate(pause_s(self._failed_starts))
+            self._worker = self._new_candidate(pause_s(self._failures))
             # In a shared worker, a request of another front could end it, and our suspect would be blamed.
             if self._spawner.is_shared and self._trials.are_waiting:
                 self._worker.want = replace(self.want, alone=True)
@@ -531,8 +537,8 @@ class Link:
 
     def _lose(self, how: str) -> None:
         """Fail waiting callers; if the engine was ever open, try again later."""
-        self._failed_starts = max(self._failed_starts, FAILED_STARTS_MAX)
-        pause = pause_s(self._failed_starts)
+        self._failures = max(self._failures, FAILURES_MAX)
+        pause = pause_s(self._failures)
         what = "open the engine again"
         if self.first.done():
             what = f"another one is tried in {pause:g} s, and then less and less often"
@@ -577,6 +583,7 @@ class Link:
     def _look_at_answers(self) -> None:
         if self._receiver is None or self.owner is None:
             return
+        assert self._worker is not None
         for fields in self._receiver.take():
             number, nbytes = fields[3], fields[8]
             group = self.groups[number]
@@ -587,6 +594,7 @@ class Link:
             self.rows -= group.rows
             if group is self._trials.tried:
                 self._trials.tried = None
+            self._worker.has_answered = True
             self.owner.answered(self, group, fields)
 
     def _fetch(self, group: RequestGroup, nbytes: int) -> None:

@@ -159,6 +159,13 @@ class WorkerPool:
         for fd in fds:
             os.close(fd)  # The worker has its own copy by now.
 
+    def close_unused(self) -> None:
+        """Close what fronts left when they died, and the fronts in their places did not want."""
+        for key in {*self._shared, *self._spares}:
+            worker = self._shared[key] if key in self._shared else self._spares.pop(key)
+            if not worker.uses:
+                self._close(worker)
+
     async def aclose(self, timeout_s: float) -> None:
         """Close all workers, by force after ``timeout_s``."""
         self._is_closed = True

@@ -11,6 +11,9 @@ PAUSE_S: Final = 0.1
 PAUSE_S_MAX: Final = 300.0
 """The maximum pause, so that what was mended is found within minutes."""
 
+SOON_NS: Final = 2_000_000_000
+"""A process that has run for longer did not fail as it started."""
+
 logger = logging.getLogger("asynctrt")
 
 

@@ -311,6 +311,31 @@ async def test_a_system_that_refuses_a_thread_to_pin_is_no_concern_of_callers(mo
         await asked(engine, [row(1, 2)])
 
 
+async def test_pages_that_change_while_they_are_pinned_are_unpinned_before_others_are_pinned(monkeypatch):
+    """CUDA refuses to pin what is pinned already, and after a refusal nothing is pinned any more."""
+    device = DEVICES["host-separate-memory"]()
+    latch, pinned = threading.Event(), set()
+
+    def pin(address, _):
+        latch.wait(WAIT_S)
+        if address in pinned:
+            raise DeviceError("it is pinned already")
+        pinned.add(address)
+        return lambda: pinned.remove(address)
+
+    monkeypatch.setattr(device, "pin", pin)
+    async with local.opened(strict(device, SPEC), device=device, max_rows=8) as (engine, _, workers):
+        for turn in range(3):
+            await asked(engine, [row(turn, 8)])
+            while engine._front._heap._kept:
+                engine._front._heap._return_oldest()
+        latch.set()
+        await until(lambda: settled(workers))
+        (block,) = workers.served._blocks._known.values()
+        assert (len(pinned), block.address) == (1, block.buffer.address)
+    await until(lambda: not pinned)
+
+
 async def test_memory_stays_mapped_until_it_is_unpinned(monkeypatch):
     """Else other memory may have its addresses, which the device takes for the pages that it knows."""
     device = DEVICES["host-separate-memory"]()

@@ -22,8 +22,9 @@ from asynctrt.errors import (
 )
 from asynctrt.runtime.jobs import Copiers
 from asynctrt.workers import front, groups, link, spares
-from asynctrt.workers.link import FAILED_STARTS_MAX
+from asynctrt.workers.link import FAILURES_MAX
 from tests.helpers import WAIT_S, until
+from tests.workers import double
 from tests.workers.double import KIND, opened, workers
 from tests.workers.models import HANG, SEGFAULT, rows
 
@@ -261,19 +262,43 @@ async def test_a_worker_that_others_end_just_when_it_is_ready_is_replaced():
         made.all[0].end("ended by SIGSEGV")
         async with await opening as engine:
             assert np.array_equal((await engine.infer(rows(1)))["y"], 2 * rows(1))
-            assert len(made.all) == 2
+            assert (len(made.all), engine.workers[0].deaths) == (2, 1)
 
 
 async def test_workers_that_end_as_soon_as_they_are_ready_are_given_up(monkeypatch):
     monkeypatch.setattr(spares, "PAUSE_S", 0.001)
     async with workers(KIND) as made:
         opening = await opening_with_workers_that_do_not_attach(made)
-        for number in range(FAILED_STARTS_MAX):
+        for number in range(FAILURES_MAX):
             await until(lambda number=number: len(made.all) > number and made.all[number].receiver)
             made.all[number].end("ended by SIGSEGV")
         with pytest.raises(DeviceLostError, match="as did the 4 before it"):
             await opening
-        assert len(made.all) == FAILED_STARTS_MAX
+        assert len(made.all) == FAILURES_MAX
+
+
+async def test_workers_that_end_before_they_begin_a_batch_are_given_up(monkeypatch):
+    monkeypatch.setattr(spares, "PAUSE_S", 0.001)
+    async with workers(KIND) as made, opened() as engine:
+        monkeypatch.setattr(double.Worker, "look", lambda _: None)
+        call = engine.submit(rows(1))
+        for number in range(FAILURES_MAX):
+            await until(lambda number=number: len(made.all) > number and engine.workers[0].groups)
+            made.all[number].end("ended by SIGSEGV")
+        with pytest.raises(DeviceLostError, match="as did the 4 before it"):
+            await call
+        assert engine.workers[0].deaths == FAILURES_MAX
+
+
+async def test_workers_that_end_without_requests_now_and_then_are_replaced(monkeypatch):
+    monkeypatch.setattr(link, "SOON_NS", 0)
+    async with workers(KIND) as made, opened() as engine:
+        for number in range(2 * FAILURES_MAX):
+            await until(lambda number=number: len(made.all) > number and engine.state == "open")
+            await asyncio.sleep(0)
+            made.all[number].end("ended by SIGKILL")
+            assert engine.state == "restarting"
+        assert np.array_equal((await engine.infer(rows(1)))["y"], 2 * rows(1))
 
 
 async def test_what_expires_while_there_is_no_worker_leaves_nothing_behind():
@@ -291,7 +316,7 @@ async def test_what_expires_while_there_is_no_worker_leaves_nothing_behind():
 
 
 async def test_what_a_lost_device_had_goes_to_the_others_at_once(monkeypatch):
-    monkeypatch.setattr(link, "FAILED_STARTS_MAX", 1)
+    monkeypatch.setattr(link, "FAILURES_MAX", 1)
     async with workers(KIND) as made, opened(device="host,host") as engine:
         made.all[0].holds = True
         call = engine.submit(rows(1))
@@ -377,6 +402,7 @@ async def test_a_worker_that_cannot_have_the_memory_of_its_front_is_not_tried_ag
 async def test_later_it_is_tried_a_few_times(monkeypatch):
     monkeypatch.setattr(spares, "PAUSE_S", 0.001)
     async with workers(KIND) as made, opened() as engine:
+        await engine.infer(rows(1))
         made.why_not = "cannot have it"
         made.all[0].end("ended by SIGKILL")
         with pytest.raises(DeviceLostError, match="cannot have it, as did the 4 before it"):

@@ -194,6 +194,23 @@ async def test_a_worker_is_kept_for_fronts_that_take_the_places_of_all_that_died
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["worker and spare", "spare alone"])
+async def test_what_new_fronts_do_not_want_is_closed(monkeypatch, dies):
+    started = Started(monkeypatch)
+    started.front(0)
+    started.want(0, isolation="spare")
+    await started.say_ready(0, 1)
+    if dies:
+        started.deaths[0]("ended by SIGKILL")
+    started.gone(0)
+    started.front(0)
+    started.want(0, place="of another model", isolation="spare")
+    await started.say_ready(2, 3)
+    started.pool.close_unused()
+    assert started.closed() == ([1] if dies else [0, 1])
+    started.gone(0)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["worker and spare", "spare alone"])
 async def test_what_no_front_has_is_closed_with_the_pool(monkeypatch, dies):
     started = Started(monkeypatch)
     started.front(0)

@@ -14,7 +14,7 @@ from asynctrt._util import clock
 from asynctrt.errors import DeadlineError, DeviceLostError, InternalError, ModelError
 from asynctrt.tensors import TensorSpec
 from asynctrt.workers import original, spares
-from asynctrt.workers.link import FAILED_STARTS_MAX
+from asynctrt.workers.link import FAILURES_MAX
 from asynctrt.workers.spares import PAUSE_S_MAX, pause_s
 from tests.helpers import WAIT_S, until
 from tests.models import double_onnx, scale_onnx
@@ -147,11 +147,12 @@ async def test_an_engine_that_was_open_once_is_tried_for_ever_and_ever_more_seld
             return candidate(0.0)
 
         monkeypatch.setattr(one, "_new_candidate", new_candidate)
+        await right(engine, 1)
         made.why_not = "cannot have it"
         made.all[0].end("ended by SIGKILL")
         with pytest.raises(DeviceLostError, match="another one is tried in"):
             await engine.infer(rows(1))
-        await until(lambda: len(pauses) > 20 * FAILED_STARTS_MAX)
+        await until(lambda: len(pauses) > 20 * FAILURES_MAX)
         made.why_not = ""
         await until(lambda: engine.state == "open")
         await right(engine, 1)
