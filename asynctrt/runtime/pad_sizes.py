@@ -6,7 +6,6 @@ batch has the sizes to pad to. Outputs are cut back to the sizes of each request
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -182,8 +181,7 @@ class Padding:
         self._check_sources()
         self._cuts = {spec.name: spec.dims for spec in outputs if any(dim in self._dims for dim in spec.dims)}
         self._repeated = {dim for dims in self._same for dim in dims[1:]}
-        self.fit = lru_cache(SHAPES_MAX)(self._fit)
-        """Returns how rows fit into a batch, given the dimensions of one row of each input."""
+        self._fits: dict[tuple[Dims, ...], Fit | None] = {}
 
     @classmethod
     def of(
@@ -297,11 +295,19 @@ class Padding:
         assert isinstance(shape, tuple)
         return prod([size for dim, size in shape if dim not in self._repeated])
 
-    def _fit(self, dims: tuple[Dims, ...]) -> Fit | None:
+    def fit(self, dims: tuple[Dims, ...]) -> Fit | None:
         """Return how rows fit into a batch, given the dimensions of one row of each input.
 
         :returns: ``None`` if the inputs contradict each other.
         """
+        # Not `lru_cache`: it would hold this object, so that only the collector could free both.
+        if dims not in self._fits:
+            if len(self._fits) >= SHAPES_MAX:
+                self._fits.clear()
+            self._fits[dims] = self._fit(dims)
+        return self._fits[dims]
+
+    def _fit(self, dims: tuple[Dims, ...]) -> Fit | None:
         if any(len(given) != len(spec.dims) for spec, given in zip(self._inputs, dims, strict=True)):
             return None
         sizes = {dim: dims[number][axis - 1] for dim, (number, axis) in self.sources.items()}
