@@ -289,8 +289,6 @@ class Repository:
 
     async def _load(self, name: str, model: ModelEntry) -> None:
         async with model.changing:
-            if self._models.get(name) is not model:
-                raise UnknownModelError(f"model {name!r:.200} was removed meanwhile")
             # At most one engine per version may be on its way out.
             await self._settled(name)
             was_serving = model.is_serving
@@ -463,14 +461,6 @@ class Repository:
             finally:
                 for entry in entries:
                     entry.change = ""
-
-    async def remove(self, name: str) -> None:
-        """Unload a model and forget it.
-
-        :raises UnknownModelError: for a name that is not in the repository.
-        """
-        await self.unload(name)
-        self._models.pop(name, None)
 
     async def drain(self) -> None:
         """Refuse new requests, and return once the accepted ones are answered."""

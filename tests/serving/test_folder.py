@@ -300,20 +300,6 @@ async def test_closing_while_a_version_is_loaded_and_another_drains(tmp_path):
         assert not list(repository)
 
 
-async def test_a_load_that_waited_while_the_model_was_removed(tmp_path):
-    scale_onnx(tmp_path / "m/1/model.onnx", 2)
-    async with loaded(tmp_path) as (repository, _):
-        removing = asyncio.create_task(repository.remove("m"))
-        await until(lambda: not list(repository))
-        loading = asyncio.create_task(repository.load("m"))
-        await removing
-        with pytest.raises(UnknownModelError, match="removed meanwhile"):
-            await loading
-        assert not repository.index()
-        await repository.load("m")
-        assert await factor(repository) == 2
-
-
 def links(model):
     (model / "1").mkdir(parents=True)
     (model / "1/a").symlink_to(".")
