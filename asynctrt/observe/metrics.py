@@ -149,11 +149,6 @@ def _in_us(field: str) -> Callable[[Reading], float]:
     return lambda it: getattr(it.done, field) / 1e3
 
 
-def _handover_s(reading: Reading) -> float:
-    done = reading.done
-    return max(0, done.total_ns - done.queue_ns - done.copy_in_ns - done.compute_ns - done.copy_out_ns) / 1e9
-
-
 ENGINE: Final[tuple[Metric, ...]] = (
     # Triton's names, which existing charts use. Unlike other counters they have no `_total`.
     counter("nv_inference_request_success", "Requests answered.", lambda it: it.answered),
@@ -181,16 +176,6 @@ ENGINE: Final[tuple[Metric, ...]] = (
     ),
     gauge("asynctrt_arenas", "Arenas of enqueue memory shared by the contexts.", "arenas"),
     gauge("asynctrt_arena_bytes", "Enqueue memory of the arenas, in bytes.", "arena_nbytes"),
-    gauge(
-        "asynctrt_arena_private_bytes",
-        "Enqueue memory that private workspaces, one a context, would take, in bytes.",
-        "arena_nbytes_private",
-    ),
-    gauge(
-        "asynctrt_arena_busy_share",
-        "Share of the time since the model was loaded in which its arenas were computing.",
-        "arena_busy_share",
-    ),
     gauge(
         "asynctrt_memory_bytes",
         "Memory of slabs, on the host and the device, and of arenas, in bytes.",
@@ -239,12 +224,6 @@ ENGINE: Final[tuple[Metric, ...]] = (
         "asynctrt_worker_deaths_total",
         "Worker processes of the model that died; 0 for an engine in this process.",
         "worker_deaths",
-    ),
-    counter(
-        "asynctrt_handover_seconds_total",
-        "Time of answered requests outside queue, copies and compute, in seconds: waiting for a busy device "
-        "after launch, and for the event loop to notice the result.",
-        _handover_s,
     ),
     Metric("asynctrt_batch_rows", HISTOGRAM, "Batches by number of rows.", MODEL, _batches),
 )

@@ -59,16 +59,23 @@ class Metrics:
     """Collect metrics of a server. Two in one process do not collide.
 
     :param repository: the models, whose names and versions are the labels.
+    :param refused: returns counts of what was refused before it reached a model, by reason.
     :param sampler: knows how many connections and requests there are, and how busy a model was lately.
     """
 
     def __init__(
-        self, repository: Repository, sampler: Sampler, delays: LoopDelays, memory: MemoryLimit
+        self,
+        repository: Repository,
+        sampler: Sampler,
+        delays: LoopDelays,
+        memory: MemoryLimit,
+        refused: Callable[[], Mapping[str, int]],
     ) -> None:
         self._repository = repository
         self._sampler = sampler
         self._delays = delays
         self._memory = memory
+        self._refused = refused
         busy_share = gauge(
             "asynctrt_busy_share",
             "Share of the last second in which the model computed as many batches as it can at once.",
@@ -120,6 +127,7 @@ class Metrics:
         yield from LOST_DEVICES.texts([readings])
         for name, kind, text, value in self._of_server():
             yield from Metric(name, kind, text, (), lambda value: [("", (), value)]).texts([value])
+        yield from REFUSED.texts([self._refused()])
         yield from DELAYS.texts([self._delays.counts])
         yield from BUILD.texts([asynctrt.__version__])
 
@@ -132,8 +140,6 @@ class Metrics:
         yield "asynctrt_server_memory_bytes", GAUGE, text, self._memory.nbytes
         text = "Its limit, max_memory, in bytes."
         yield "asynctrt_server_memory_limit_bytes", GAUGE, text, self._memory.nbytes_max
-        text = "Requests and messages refused for lack of memory."
-        yield "asynctrt_server_memory_refused_total", COUNTER, text, self._memory.refused
 
 
 def _seconds(labels: tuple[str, ...], values: list[int]) -> Iterator[Sample]:
@@ -191,6 +197,15 @@ SERVED: Final[tuple[Metric, ...]] = (
     ],
 )
 """The metrics of models that only a server has."""
+
+REFUSED: Final = Metric(
+    "asynctrt_server_refused_total",
+    COUNTER,
+    "Refused before they reached a model, by reason: connections beyond max_connections; requests for their "
+    "credentials (token, host or origin); requests and messages for lack of memory.",
+    ("reason",),
+    lambda counts: [("", (reason,), count) for reason, count in counts.items()],
+)
 
 DELAYS: Final = Metric(
     "asynctrt_loop_delay_seconds",

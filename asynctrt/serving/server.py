@@ -174,7 +174,9 @@ class Server:
                 in_flight=lambda: self.api.in_flight,
                 lag_ns=self._delays.take_longest_ns,
             )
-            metrics = self._metrics = Metrics(self.repository, sampler, self._delays, self.api.memory)
+            metrics = self._metrics = Metrics(
+                self.repository, sampler, self._delays, self.api.memory, self._count_refused
+            )
             self.api.pages.update(dashboard_pages(self.repository, sampler, ask_of))
             self.api.pages.update(docs_pages(self.api))
             self.api.pages["/metrics"] = metrics.page()
@@ -389,6 +391,14 @@ class Server:
             self.lost = tuple(lost)
             logger.critical("stopping, as nothing can run %s any more in this process", ", ".join(lost))
             self.end()
+
+    def _count_refused(self) -> dict[str, int]:
+        """Return how many connections and requests were refused before they reached a model, by reason."""
+        return {
+            "connections": self._hub.refused if self._hub is not None else 0,
+            "credentials": self.api.unauthorized,
+            "memory": self.api.memory.refused,
+        }
 
     async def _stop(self) -> None:
         hurry = asyncio.create_task(self._hurry.wait())

@@ -20,8 +20,6 @@ from asynctrt.tensors import TensorSpec
 from tests.models import double_model, rows
 from tests.serving.support import metrics_of
 
-BY_THE_CLOCK = ("asynctrt_process", "asynctrt_arena_busy_share")
-
 
 def samples_of(text):
     """Return the samples of models, by name and labels. The parser adds _total to Triton's counters."""
@@ -29,7 +27,7 @@ def samples_of(text):
         (re.sub(r"^(nv_\w+)_total$", r"\1", sample.name), *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if "model" in sample.labels and not sample.name.startswith(BY_THE_CLOCK)
+        if "model" in sample.labels
     }
 
 

@@ -56,7 +56,7 @@ def metrics_of(repository, sampler=None, memory=None):
     sampler = sampler or Sampler(repository, connections=lambda: 3, in_flight=lambda: 2, lag_ns=lambda: 0)
     delays = LoopDelays()
     delays.close()
-    return Metrics(repository, sampler, delays, memory or MemoryLimit(1000))
+    return Metrics(repository, sampler, delays, memory or MemoryLimit(1000), lambda: {"memory": 7})
 
 
 @asynccontextmanager
