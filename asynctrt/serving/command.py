@@ -285,11 +285,12 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
     find_modules(config)
     repository = config.repository()
     repository.is_starting = True  # No client waits for the event loop.
-    async with Server(repository, settings):
+    async with Server(repository, settings) as server:
         names = await repository.look_for_models()
         if not names:
             raise ModelNotFoundError(NOTHING)
         await repository.load_all()
+        await server.start_grpc()
     for warning in (*config.notes, *warnings_of(config.settings)):
         say(f"warning: {warning}")
     say(f"all is well: {len(names)} model{'s' * (len(names) != 1)} on {config.device}")
@@ -318,7 +319,7 @@ async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) 
     settings = server.settings
     if not is_loaded:
         await _load_models(server, say)
-        await server.fit_grpc()
+        await server.start_grpc()
         server.repository.is_starting = False
     calm_gc()
     say(f"HTTP, websocket, dashboard  {server.http_url}")

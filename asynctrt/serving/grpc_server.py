@@ -172,24 +172,15 @@ class GrpcServer:
         state = "stopping" if self._is_stopping else "serving"
         return f"<GrpcServer {state if self._server else 'down'} streams={len(self._streams)}>"
 
-    @property
-    def is_too_small(self) -> bool:
-        """Whether models that were loaded since then need larger messages than this server accepts."""
-        return self._settings.max_grpc_message is None and self._answer_nbytes_max < message_nbytes(
-            self._api.repository
-        )
-
-    async def start(self, port: int | None = None) -> int:
+    async def start(self) -> int:
         """Listen, and return the port.
 
-        :param port: overrides the port of the settings.
         :raises UsageError: if it cannot listen on the address.
         """
-        host = self._settings.host
-        port = self._settings.grpc_port if port is None else port
+        host, port = self._settings.host, self._settings.grpc_port
         credentials = self._credentials()
         if not self._shares_port:
-            await _check_address(host, port)
+            await check_address(host, port)
         server = grpc.aio.server(
             options=self._options(),
             maximum_concurrent_rpcs=self._settings.max_requests + self._settings.max_connections,
@@ -967,7 +958,7 @@ def message_nbytes(models: Iterable[ServedModel]) -> int:
     return min(max(needed, MESSAGE_NBYTES), MESSAGE_NBYTES_MAX)
 
 
-async def _check_address(host: str, port: int) -> None:
+async def check_address(host: str, port: int) -> None:
     """Try to listen, since gRPC reports that it failed but not why.
 
     :raises UsageError: if the address cannot be listened on.

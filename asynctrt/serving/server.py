@@ -30,7 +30,7 @@ from asynctrt.serving.api import Api, pages_alone
 from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
-from asynctrt.serving.grpc_server import GrpcServer
+from asynctrt.serving.grpc_server import GrpcServer, check_address
 from asynctrt.serving.http import SWEEP_S, Hub
 from asynctrt.serving.latency import LoopDelays
 from asynctrt.serving.listener import Listener, cannot_listen
@@ -46,8 +46,6 @@ from asynctrt.serving.signals import StopSignals
 from asynctrt.serving.telemetry import find_tracing
 
 BACKLOG: Final = 1024
-REPLACED_S: Final = 1.0
-"""How long gRPC calls from before the restart may take to finish."""
 SAMPLE_S: Final = 1.0
 """Time between two samples for the dashboard."""
 logger = logging.getLogger("asynctrt.serving")
@@ -190,32 +188,29 @@ class Server:
                 pages = {"/metrics": metrics.page(is_open=True)}
                 self._metrics_hub = Hub(pages_alone(pages, settings))
                 await self._listen(self._metrics_hub, "metrics_port")
-            if settings.grpc:
-                self._grpc = GrpcServer(self.api, settings, self._certificate, shares_port=self._is_front)
-                self._grpc_port = await self._grpc.start()
+            if not self.repository.is_starting:
+                await self.start_grpc()
+            elif settings.grpc and not self._is_front:
+                await check_address(settings.host, settings.grpc_port)
             self._sampling = asyncio.create_task(self._sample(sampler))
         except BaseException:
             await self._close()
             raise
 
-    async def fit_grpc(self) -> None:
-        """Restart gRPC on the same port if full batches of the models exceed its message limit.
+    async def start_grpc(self) -> None:
+        """Listen for gRPC, with room in a message for a full batch of any model that is loaded by now.
 
-        gRPC cannot change it while it runs. This closes connections: call it before the server is ready.
+        :meth:`start` does this itself, unless the repository is starting.
+
+        :raises UsageError: if it cannot listen on the port.
         """
-        grpc = self._grpc
-        if grpc is None:
+        if not self.settings.grpc:
             return
-        if grpc.is_too_small:
-            old, grpc = (
-                grpc,
-                GrpcServer(self.api, self.settings, self._certificate, shares_port=self._is_front),
-            )
-            self._grpc = grpc
-            await old.stop(REPLACED_S)
-            await grpc.start(self._grpc_port)
-            if self.is_stopping:
-                await grpc.stop(0)
+        grpc = GrpcServer(self.api, self.settings, self._certificate, shares_port=self._is_front)
+        self._grpc_port = await grpc.start()
+        self._grpc = grpc
+        if self.is_stopping:
+            await grpc.stop(0)
         self._warn_of_sizes()
 
     def _warn_of_sizes(self) -> None:
@@ -376,8 +371,7 @@ class Server:
             await asyncio.sleep(SAMPLE_S)
             sampler.sample()
             self._look_for_losses()
-            if not self.repository.is_starting:  # Then fit_grpc() may still raise the limit.
-                self._warn_of_sizes()
+            self._warn_of_sizes()
             if self._failures is not None and self._refusals is not None:
                 self._failures.tick()
                 self._refusals.tick()

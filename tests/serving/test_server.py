@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 import anyio
@@ -26,11 +26,12 @@ from asynctrt.core import loading
 from asynctrt.devices.cuda import context
 from asynctrt.errors import ConnectionLostError, OptionsError, UsageError
 from asynctrt.serving import Repository, Server, ServerSettings
+from asynctrt.serving.grpc_server import HEAD_NBYTES
 from asynctrt.testing import LatchDevice
 from tests.cli.test_app import asynctrt_commands
 from tests.helpers import free_port, until
 from tests.models import double_model, double_onnx, rows, scale_onnx
-from tests.serving.support import WAIT_S, ask, connected, engine_of, opener_of, request, serving
+from tests.serving.support import WAIT_S, ask, connected, engine_of, opener_of, request, serving, settle_grpc
 from tests.serving.test_http import infer
 from tests.serving.tls import certificate
 
@@ -452,34 +453,56 @@ async def test_connections_that_come_at_once_are_accepted_at_once(tmp_path, encr
                 client.close()
 
 
+@asynccontextmanager
+async def loaded_before(dims, **settings):
+    """A server over gRPC that loads its model before it listens there, as the command does."""
+    settings = ServerSettings(http_port=0, grpc_port=0, **settings)
+    repository = Repository(settings)
+    repository.is_starting = True
+    repository.add("double", opener=opener_of(double_model(dims=dims), {"max_rows": 16}))
+    async with Server(repository, settings) as server:
+        await repository.load_all()
+        assert server.grpc_target is None
+        await server.start_grpc()
+        yield server
+    await settle_grpc()
+
+
 @pytest.mark.anyio
 class TestMessagesOverGrpc:
     """By default they may be as large as full batches of the models that are loaded before it is ready."""
 
     WIDE = (3, 224, 224)
 
-    async def test_full_batches_fit(self, caplog):
-        models = {"double": double_model(dims=self.WIDE), "huge": double_model(dims=(8, *self.WIDE))}
-        async with serving(models, grpc=True, engine={"max_rows": 16}) as server:
-            target = server.grpc_target
-            await server.fit_grpc()
-            assert server.grpc_target == target
-            (line,) = [entry.getMessage() for entry in caplog.records if "full batch" in entry.getMessage()]
-            assert line.startswith("model huge: a full batch has 77070336 bytes")
-            batch = np.ones((16, *self.WIDE), np.float32)
-            given = triton.InferInput("input", batch.shape, "FP32")
-            given.set_data_from_numpy(batch)
-            async with triton.InferenceServerClient(target) as client:
-                answer = await client.infer("double", [given])
-            assert answer.as_numpy("output").shape == batch.shape
-            started = server._grpc
-            await server.fit_grpc()
-            assert server._grpc is started, "once is enough"
+    @pytest.mark.parametrize(
+        ("dims", "settings", "expected"),
+        [
+            ((4,), {}, 4 << 20),
+            (WIDE, {}, 16 * 4 * 3 * 224 * 224 + HEAD_NBYTES),
+            ((8, *WIDE), {}, 16 << 20),
+            (WIDE, {"max_grpc_message": 4 << 20}, 4 << 20),
+            (WIDE, {"max_body": 1 << 20}, 1 << 20),
+        ],
+        ids=["small", "wide", "huge", "stated", "bodies"],
+    )
+    async def test_the_limit(self, dims, settings, expected):
+        async with loaded_before(dims, **settings) as server:
+            assert server._grpc.message_nbytes_max == expected
+
+    async def test_full_batches_fit(self):
+        batch = np.ones((16, *self.WIDE), np.float32)
+        given = triton.InferInput("input", batch.shape, "FP32")
+        given.set_data_from_numpy(batch)
+        async with (
+            loaded_before(self.WIDE) as server,
+            triton.InferenceServerClient(server.grpc_target) as client,
+        ):
+            answer = await client.infer("double", [given])
+        assert answer.as_numpy("output").shape == batch.shape
 
     async def test_a_model_that_is_loaded_later_is_warned_of_once(self, caplog, monkeypatch):
         monkeypatch.setattr("asynctrt.serving.server.SAMPLE_S", 0.01)
         async with serving(grpc=True, engine={"max_rows": 16}) as server:
-            await server.fit_grpc()
             server.repository.add(
                 "wide",
                 version="1",
@@ -491,18 +514,14 @@ class TestMessagesOverGrpc:
         assert line.startswith("model wide: a full batch has ")
         assert line.endswith("or start the server with a larger max_grpc_message")
 
-    @pytest.mark.parametrize("settings", [{"max_grpc_message": 4 << 20}, {"max_body": 1 << 20}])
-    async def test_stated_limits_stay(self, settings):
-        models = {"double": double_model(dims=self.WIDE)}
-        async with serving(models, grpc=True, engine={"max_rows": 16}, **settings) as server:
-            await server.fit_grpc()
-            assert server._grpc.message_nbytes_max == next(iter(settings.values()))
-
-    async def test_small_models_change_nothing(self):
+    async def test_a_port_in_use_is_found_before_models_are_loaded(self):
         async with serving(grpc=True) as server:
-            started = server._grpc
-            await server.fit_grpc()
-            assert (server._grpc, started.message_nbytes_max) == (started, 4 << 20)
+            repository = Repository()
+            repository.is_starting = True
+            settings = ServerSettings(http_port=0, grpc_port=server._grpc_port)
+            with pytest.raises(UsageError, match="in use.*grpc_port"):
+                async with Server(repository, settings):
+                    pass
 
     async def test_a_server_that_starts_is_not_ready(self):
         async with serving() as server:
