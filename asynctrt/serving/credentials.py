@@ -6,18 +6,16 @@ Reading and using are two steps: a broken file is refused when it is read, so it
 import ssl
 import stat
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from asynctrt._util.files import CONFIG_NBYTES_MAX, read_regular
 from asynctrt.errors import OptionsError
-
-TOKENS_MAX: Final = 1024
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
     """Read tokens, one per line. Empty lines and lines that begin with ``#`` are ignored.
 
-    :raises OptionsError: if the file cannot be read, has no token or too many, or a token is malformed.
+    :raises OptionsError: if the file cannot be read or has no token, or a token is malformed.
     """
     try:
         text = _read(path).decode()
@@ -25,10 +23,8 @@ def read_tokens(path: Path) -> tuple[str, ...]:
         raise OptionsError(f"cannot read the tokens in {str(path)!r}: {error}") from error
     lines = [line.strip() for line in text.splitlines()]
     tokens = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-    if not 0 < len(tokens) <= TOKENS_MAX:
-        raise OptionsError(
-            f"{str(path)!r} has {len(tokens)} tokens; it must have 1 to {TOKENS_MAX}, each on its own line"
-        )
+    if not tokens:
+        raise OptionsError(f"{str(path)!r} has no token: write at least one, each on its own line")
     for number, line in enumerate(lines, 1):
         if line in tokens and not (line.isascii() and line.isprintable() and " " not in line):
             # Do not quote the token: the message ends up in a log.

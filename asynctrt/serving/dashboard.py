@@ -9,7 +9,7 @@ import asynctrt
 from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.sampler import Sampler, key_of
+from asynctrt.serving.sampler import SAMPLES_MAX, Sampler, key_of
 from asynctrt.serving.served import ServedModel
 from asynctrt.statistics import batch_bounds
 
@@ -57,7 +57,7 @@ def dashboard_pages(repository: Repository, sampler: Sampler, ask: Ask) -> dict[
     """
     pages = {path: static_page(*file) for path, file in FILES.items()}
     pages["/dashboard/icon.svg"] = _static(ICON, "image/svg+xml")
-    pages["/dashboard/data"] = Page(partial(_figures, repository, sampler, ask, None))
+    pages["/dashboard/data"] = Page(partial(_figures, repository, sampler, ask, SAMPLES_MAX))
     pages["/dashboard/recent"] = Page(partial(_figures, repository, sampler, ask, RECENT))
     return pages
 
@@ -76,13 +76,13 @@ def _static(content: bytes, content_type: str) -> Page:
     return Page(respond, is_open=True)
 
 
-def _figures(repository: Repository, sampler: Sampler, ask: Ask, count: int | None, _: Headers) -> Answer:
+def _figures(repository: Repository, sampler: Sampler, ask: Ask, count: int, _: Headers) -> Answer:
     content = {
         "version": asynctrt.__version__,
         "is_draining": repository.is_draining,
         "index": repository.index(),
         "models": [_described(served, ask) for served in repository],
-        **(sampler.history() if count is None else sampler.recent(count)),
+        **sampler.history(count),
     }
     headers = (
         ("Content-Type", "application/json"),

@@ -68,8 +68,6 @@ REFLECTION: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1a
 """The services by which tools such as grpcurl learn what the server has: two names, the same messages."""
 STRANGERS_MAX: Final = 32
 """Messages read at once from clients without a token: each could be of the largest size."""
-STRANGER_S: Final = HANDSHAKE_S
-"""Time for such a message to arrive: it holds only a name."""
 CROWD_S: Final = 0.25
 """How long a call waits before a message being read makes room: honest ones may come all at once."""
 
@@ -470,7 +468,7 @@ class GrpcServer:
         """Read the next message of a call that holds little and may need no token; EOF after the last."""
         address = address_of(context.peer())
         try:
-            async with asyncio.timeout(STRANGER_S) as timeout:
+            async with asyncio.timeout(HANDSHAKE_S) as timeout:
                 await self._enter_crowd()
                 try:
                     self._strangers.take(address, timeout, partial(timeout.reschedule, 0))

@@ -155,19 +155,15 @@ class Sampler:
         """
         return self._busy.get(served)
 
-    def history(self, since: int = 0) -> dict[str, Any]:
-        """Return the kept samples after number ``since``, ready for JSON."""
+    def history(self, count: int = SAMPLES_MAX) -> dict[str, Any]:
+        """Return the newest samples, ready for JSON."""
         return {
             "started_ms": self.started_ms,
             "number": self._number,
             "server_fields": SERVER_FIELDS,
             "model_fields": MODEL_FIELDS,
-            "samples": [sample for sample in self._samples if sample["number"] > since],
+            "samples": list(self._samples)[-count:],
         }
-
-    def recent(self, count: int) -> dict[str, Any]:
-        """Return the newest ``count`` samples; see :meth:`history`."""
-        return self.history(self._number - count)
 
 
 def key_of(served: ServedModel) -> str:
