@@ -18,11 +18,10 @@ from tritonclient.utils import InferenceServerException
 
 import asynctrt
 from asynctrt.backends.function import FunctionModel
-from asynctrt.errors import OptionsError, UsageError
+from asynctrt.errors import UsageError
 from asynctrt.kserve.protobuf import message_classes
 from asynctrt.serving import gathering, grpc_server
 from asynctrt.serving.api import Api
-from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.grpc_server import REFLECTION, SERVICE, UNSUPPORTED, GrpcServer, _Stream
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
@@ -30,7 +29,7 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, rows
-from tests.serving.support import settle_grpc
+from tests.serving import support
 from tests.serving.tls import certificate
 
 pytestmark = pytest.mark.anyio
@@ -39,19 +38,14 @@ LONG = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length"
 
 
 class Served:
-    """A server, its engines by name and version, and the ways to it."""
+    """A server, its model's engine, and the ways to it."""
 
-    def __init__(self, server, api, port, engines):
-        self.server = server
-        self.api = api
-        self.port = port
-        self.address = f"127.0.0.1:{port}"
-        self.engines = engines
+    def __init__(self, server):
+        self.server, self.api = server._grpc, server.api
+        self.address = server.grpc_target
+        self.port = int(self.address.rpartition(":")[2])
+        self.engine = next(iter(server.repository)).engine
         self.channel = grpc.aio.insecure_channel(self.address, options=LONG)
-
-    @property
-    def engine(self):
-        return next(iter(self.engines.values()))
 
     def unary(self, name, service=SERVICE):
         """A method that takes bytes and gives bytes."""
@@ -78,30 +72,14 @@ def status_of(body):
 
 
 @asynccontextmanager
-async def serving(models=None, *, engine=None, **settings):
+async def serving(models=None, **options):
     """A server on a free port, with these models by name, or by name and version."""
-    settings = ServerSettings(**{"grpc_port": 0} | settings)
-    repository = Repository(settings)
-    engines = {}
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(WAIT_S), support.serving(models, grpc=True, **options) as server:
+        served = Served(server)
         try:
-            for key, model in (models or {"double": double_model()}).items():
-                name, version = key if isinstance(key, tuple) else (key, "1")
-                engines[key] = await asynctrt.open(model, **(engine or {}))
-                repository.add(name, engines[key], version=version)
-            api = Api(repository, settings)
-            pair = settings.tls_certificate, settings.tls_key
-            server = GrpcServer(api, settings, Certificate(*pair) if all(pair) else None)
-            served = Served(server, api, await server.start(), engines)
-            try:
-                yield served
-            finally:
-                await served.channel.close()
-                await server.stop(0)
-                await settle_grpc()
+            yield served
         finally:
-            for engine in engines.values():
-                await engine.aclose()
+            await served.channel.close()
 
 
 @asynccontextmanager
@@ -673,15 +651,10 @@ class TestListening:
             code, _ = await fails(served.ask("ServerLive", timeout=WAIT_S))
             assert code == "UNAVAILABLE"
 
-    async def test_a_certificate_that_is_not_there(self, tmp_path):
-        with pytest.raises(OptionsError, match="nowhere.*cannot be used"):
-            async with serving(tls_certificate=tmp_path / "nowhere", tls_key=tmp_path / "nowhere"):
-                pass
-
     async def test_a_port_in_use(self):
         async with serving() as served:
             with pytest.raises(UsageError, match=rf"127.0.0.1 port {served.port}: .*in use.*grpc_port"):
-                async with serving(grpc_port=served.port):
+                async with serving(grpc_port=served.port, is_inner=True):
                     pass
             assert values(await served.ask("ModelInfer", request())) == [2] * 4
 
