@@ -434,10 +434,10 @@ class Link:
 
     def _worker_died(self, candidate: Candidate, how: str) -> None:
         """Take back the worker's groups, and replace it unless that is hopeless."""
-        if candidate.is_attached:
+        if candidate.description is not None and not candidate.is_refused:
             self.deaths += 1
             self._look_at_answers()  # Answers from before its death count.
-        else:
+        if not candidate.is_attached:
             self._failed_starts += 1
         self._give_back(how)
         self._detach()
