@@ -422,7 +422,7 @@ def _is_about_a_call(error: BaseException) -> bool:
         place = place.tb_next
     raised_in = place.tb_frame.f_globals.get("__name__", "")
     # A batched function returns an error for an item, and its caller raises it.
-    return raised_in.startswith("asynctrt.") and raised_in != Batched.__module__
+    return bool(raised_in.startswith("asynctrt.") and raised_in != Batched.__module__)
 
 
 def _specs_of(what: str, given: TensorSpec | Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
