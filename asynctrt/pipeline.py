@@ -420,7 +420,7 @@ def _is_about_a_call(error: BaseException) -> bool:
         return False
     while place.tb_next is not None:
         place = place.tb_next
-    raised_in = place.tb_frame.f_globals.get("__name__", "")
+    raised_in = str(place.tb_frame.f_globals.get("__name__"))
     # A batched function returns an error for an item, and its caller raises it.
     return bool(raised_in.startswith("asynctrt.") and raised_in != Batched.__module__)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import asynctrt.pipeline
 from asynctrt import Pipeline, TensorSpec, loadtest
 from asynctrt.errors import (
     DeadlineError,
+    DeviceLostError,
     EngineClosedError,
     ExecutionError,
     InputError,
@@ -353,19 +355,23 @@ async def test_misuse(function, options, error, says):
         pipeline(function, **options)
 
 
-async def test_a_served_pipeline_is_ready_while_its_engines_are():
+async def test_a_served_pipeline_is_not_ready_once_its_engine_is_lost():
+    go = threading.Event()
+    model = double_model(lambda inputs, outputs: go.wait(WAIT_S))
     async with (
-        asynctrt.open(double_model()) as engine,
+        asynctrt.open(model, contexts=1, batch_timeout=0.01) as engine,
         around(engine, engines=engine) as one,
         serve_locally({"one": one}) as server,
     ):
-        server.repository.find_ready("one")
-        await engine.drain()
-        assert one.state == "draining"
+        assert server.repository.find_ready("one").engine.state == "open"
+        with pytest.raises(DeviceLostError):
+            await one.infer(rows(1))
+        assert one.state == "lost"
         with pytest.raises(ModelNotReadyError):
             server.repository.find_ready("one")
         with pytest.raises(UsageError, match="engines of a pipeline are open engines"):
             pipeline(same, engines=[double_model()])
+        go.set()
 
 
 async def test_what_a_pipeline_has_not():
