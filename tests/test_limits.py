@@ -62,7 +62,7 @@ async def test_when_the_time_is_over_nothing_is_asked():
     async with asynctrt.open(double_model()) as engine, Pipeline(engine.infer, inputs=X, outputs=Y) as around:
         with within(0):
             for target in (engine, around):
-                with pytest.raises(DeadlineError, match="of asynctrt.within passed .* ms before"):
+                with pytest.raises(DeadlineError, match="of asynctrt.within.* passed .* ms before"):
                     await target.infer(rows(1))
         assert engine.statistics().submitted == 0
         assert (await engine.infer(rows(1)))["output"][0, 0] == 2
