@@ -99,7 +99,7 @@ class RecurringShapes:
 class Specialiser:
     """Gives shapes that recur separate contexts, one shape at a time.
 
-    :param uses: whether a batch in flight, or rows copied ahead of one, use a slab.
+    :param uses: whether a batch in flight uses a slab.
     :param sizes_of: the batch sizes to build for a shape, rising.
     :param run_anew: called with a shape whose batches run in another way from now on, and with how long
         batches take then in ns, by their rows.
