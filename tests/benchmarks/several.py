@@ -139,7 +139,9 @@ def company(rows_max, rate, seconds):
         for name in SERVICE_S:
             kind = "slow" if name == "slow" else "fast"
             model = f"model=tests.benchmarks.several:{kind}"
-            servers[name] = stack.enter_context(started(model, f"--max-rows={rows_max}", "--contexts=1"))
+            servers[name] = stack.enter_context(
+                started(model, f"--max-rows={rows_max}", "--contexts=1", "--no-grpc")
+            )
         urls = [server.url for server in servers.values()]
         for url in urls:
             wait_until_ready(url)

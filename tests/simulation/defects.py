@@ -56,10 +56,10 @@ def an_open_batch_is_closed_once_too_often(original, self):
         self.rows += 1
 
 
-def an_open_batch_is_launched_again(original, self, *batch):
-    kept = self.open.entries[-1:]
-    original(self, *batch)
-    self.open.entries += kept
+def an_open_batch_is_launched_again(original, self, rows):
+    kept = self.entries[-1:]
+    original(self, rows)
+    self.entries += kept
 
 
 def an_open_batch_leaves_its_first_behind(original, self, now_ns):
@@ -482,7 +482,7 @@ PLANTED = [
     (Queue, "submit_plain", an_open_batch_has_no_bound),
     (Scheduler, "_next_open", an_open_batch_takes_a_row_too_many),
     (Scheduler, "_next_open", an_open_batch_leaves_its_first_behind),
-    (Queue, "launch", an_open_batch_is_launched_again),
+    (OpenBatch, "leave", an_open_batch_is_launched_again),
     (Scheduler, "_next_open", an_open_batch_waits_for_no_other),
     (Queue, "close_open", an_open_batch_is_closed_once_too_often),
     (BucketQueue, "_append_made", plain_requests_are_made_in_disorder),

@@ -13,11 +13,12 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from rich.console import Console
 from rich.progress import Progress
 
 import asynctrt
 from asynctrt.errors import AsynctrtError
-from tests.benchmarks.common import Console, save
+from tests.benchmarks.common import save
 from tests.benchmarks.tables import markdown, zoo_lines
 from tests.zoo.compare import ask, difference, direct_answer, direct_session, is_same
 from tests.zoo.models import ENTRIES, SIZES
