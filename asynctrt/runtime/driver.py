@@ -2,9 +2,9 @@
 
 The path of a request: :meth:`Driver.submit` queues it and schedules a pump for the end of the tick, when all
 requests of the tick have been queued. :meth:`_pump` launches the batches that the scheduler decides on.
-:meth:`_start` stages a batch and puts it on its context's
-stream. When the batch ends, the reaper calls :meth:`_landed`, which copies the outputs out, frees the
-context, launches the next batch and answers the callers.
+:meth:`_start` stages a batch and puts it on its context's stream. When the batch ends, the reaper calls
+:meth:`_landed`, which copies the outputs out, frees the context, launches the next batch and answers the
+callers.
 """
 
 import asyncio

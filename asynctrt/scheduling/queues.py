@@ -306,10 +306,7 @@ class BucketQueue:
         """Remove the requests that :meth:`choose` returned, as they are launched."""
         if type(chosen) is PlainRequests:
             chosen.launch()
-            if rows == self.rows:
-                self.entries = []
-            else:
-                del self.entries[:rows]  # Copying the others would take much longer.
+            self.entries = _behind(self.entries, rows)
             self.rows -= rows
             return
         for request in chosen:
@@ -444,10 +441,15 @@ class OpenBatch:
 
     def leave(self, rows: int) -> None:
         """Drop the first requests, which are in flight now."""
-        if rows == len(self.entries):
-            self.entries = []
-        else:
-            del self.entries[:rows]  # Copying the others would take much longer.
+        self.entries = _behind(self.entries, rows)
+
+
+def _behind(entries: list[Entry], rows: int) -> list[Entry]:
+    """Return the plain requests behind the first ones, which are launched."""
+    if rows == len(entries):
+        return []  # The batch keeps the list.
+    del entries[:rows]  # Copying the others would take much longer.
+    return entries
 
 
 Bucket = BucketQueue | OpenBatch

@@ -147,7 +147,7 @@ def arguments_of(overloads):
 
 
 def recorded(name):
-    """Return a surface that was recorded; a lean runtime has that of the full library without some names."""
+    """Return a recorded surface. That of a lean runtime is the full library's, less some names."""
     found = json.loads((FOLDER / f"{name.replace('_lean', '')}.json").read_text())
     if "_lean" in name:
         found["names"] = [one for one in found["names"] if one not in NOT_IN_LEAN]

@@ -40,7 +40,7 @@ def window(latency_ms, *, late_ms=0.001, errors=0, sent=None):
 
 
 def outcome_of(**kw):
-    """A run of ten seconds that was complete, unless something else is said."""
+    """A complete run of ten seconds, unless the arguments say otherwise."""
     usual = {"cpu_ns": 1, "elapsed_ns": 10_050 * MS, "stopped_ns": 10_050 * MS, "last_done_ns": 10_000 * MS}
     return ProcessResult(**{**usual, "exhausted": True, **kw})
 

@@ -259,7 +259,7 @@ class TestSplitCalls:
     )
     def test_each_part_is_taken_once_and_in_order(self, events):
         queue, alive, calls, taken = queue_of(), [], [], []
-        last = [("take", 0, 0, 0)] * 500  # So many batches at the most.
+        last = [("take", 0, 0, 0)] * 500  # More batches than there can be.
         for arrived, (what, choice, priority, deadline_ns) in enumerate(events + last):
             if arrived > len(events) and not alive:
                 break
