@@ -62,6 +62,11 @@ class SplitAnswer(asyncio.Task[InferResult]):
     parts: "list[asyncio.Future[InferResult]]"
 
 
+def are_small(results: Sequence[InferResult]) -> bool:
+    """Return whether the answers to the parts of a call are joined on the event loop."""
+    return sum(array.nbytes for one in results for array in one.values()) <= COPY_ON_LOOP_NBYTES_MAX
+
+
 class SplitCall:
     """A call whose parts were all queued.
 
@@ -93,9 +98,8 @@ class SplitCall:
         """
         with self._driver.joining():
             results = await self._answers()
-            nbytes = sum(array.nbytes for result in results for array in result.values())
             join = partial(InferResult.join, results, self._axes)
-            return join() if nbytes <= COPY_ON_LOOP_NBYTES_MAX else await self._driver.join_in_thread(join)
+            return join() if are_small(results) else await self._driver.join_in_thread(join)
 
     async def _answers(self) -> list[InferResult]:
         try:

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from asynctrt._util import clock
 from asynctrt._util.validation import timeout_ns_of
-from asynctrt.core.splitting import SplitAnswer
+from asynctrt.core.splitting import SplitAnswer, are_small
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError, once_begun
 from asynctrt.kserve.codec import DecodedRequest, ModelCodec
@@ -395,7 +395,7 @@ class Admission:
             raise made from error
         finally:
             self._give_up_parts(parts, submitted)
-        return await asyncio.to_thread(self._join, results)
+        return self._join(results) if are_small(results) else await asyncio.to_thread(self._join, results)
 
     def _give_up_parts(self, parts: list[_Part], submitted: "list[asyncio.Future[InferResult]]") -> None:
         """Cancel the parts that have not ended, and empty their list: an error's traceback refers to it."""
