@@ -691,12 +691,12 @@ class Driver:
     def _note_end(self, flight: InFlight, landed_ns: int) -> None:
         """Note that the device has finished a batch."""
         batch, scheduler = flight.batch, self._scheduler
-        copies_ns, wait_ns = flight.note_times(scheduler.times)
+        copies_ns = flight.note_times(scheduler.times)
         if scheduler.room.share is not None:
             scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
         if batch.lane is not None or batch.arena is not None or copies_ns is not None:
             self._leave_lane(flight)
-            scheduler.landed(batch, landed_ns, copies_ns, wait_ns)
+            scheduler.landed(batch, landed_ns, copies_ns)
 
     def _cut_out(self, flight: InFlight, landed_ns: int, views: list[dict[str, Array]], nbytes: int) -> None:
         """Copy out the outputs of each request of a batch, off the loop if they are large."""

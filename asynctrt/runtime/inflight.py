@@ -88,12 +88,11 @@ class InFlight:
             return self.record.compute_ns
         return ended_ns - self.put_ns  # With what it waited for, as one that has failed is not timed.
 
-    def note_times(self, times: BatchTimes) -> tuple[tuple[int, int] | None, int | None]:
+    def note_times(self, times: BatchTimes) -> tuple[int, int] | None:
         """Add what the device measured to the batch's record, once the batch is done; what is usual if it was
         not timed.
 
-        :returns: the measured times of copying in and out, and of waiting in its lane, in ns; ``None`` for
-            each that was not measured.
+        :returns: the measured times of copying in and out, in ns; ``None`` if there were none.
         """
         events, record, source, batch = self.events, self.record, self.source, self.batch
         before = events.begun
@@ -101,7 +100,7 @@ class InFlight:
             usual_ns = times.usual_ns(batch.key, batch.rows_run)
             copy_in_ns, record.compute_ns, record.copy_out_ns = usual_ns
             record.copy_in_ns += copy_in_ns
-            return None, None
+            return None
         copy_in_ns = copy_out_ns = 0
         if source.has_copies_in and events.copied_in is not None:
             copy_in_ns = events.copied_in.elapsed_ns(before)
@@ -113,8 +112,7 @@ class InFlight:
         record.compute_ns = events.computed.elapsed_ns(before)
         if source.has_copies_out:
             record.copy_out_ns = copy_out_ns = events.copied_out.elapsed_ns(events.computed)
-        copies_ns = (copy_in_ns, copy_out_ns) if copy_in_ns or copy_out_ns else None
-        return copies_ns, None if batch.lane is None else record.arena_wait_ns
+        return (copy_in_ns, copy_out_ns) if copy_in_ns or copy_out_ns else None
 
     def outputs(self) -> tuple[Mapping[str, Array], int]:
         """Return the outputs that its callers want by name, and their bytes. The next batch overwrites them.

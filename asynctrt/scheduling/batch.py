@@ -66,8 +66,6 @@ class Batch:
     """When it is expected to end."""
     stuck_ns = 0
     """When it is considered stuck, unless it has ended."""
-    was_due = False
-    """Whether it was launched just in time, and is timed: its wait shows how good the forecast was."""
     changes_size = False
     """Whether its context, which keeps its size, ran another one before."""
 

@@ -313,8 +313,6 @@ class AtOnce:
 
     due_ns: int | None = None
     """When to launch the batch that may still grow; ``None`` if there is none."""
-    was: BatchKey | None = None
-    """The key of a batch that was held back since the last launch."""
 
     def may_grow(self, bucket: Bucket, now_ns: int) -> bool:
         """Return whether the next batch can still grow before the device needs it. Call it only while others
@@ -353,7 +351,7 @@ class JustInTime(AtOnce):
             due_ns = min(due_ns, deadline_ns - DEADLINE_MARGIN_NS)
         if due_ns <= now_ns:
             return False
-        self.due_ns, self.was = due_ns, bucket.key
+        self.due_ns = due_ns
         return True
 
 

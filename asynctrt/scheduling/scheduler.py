@@ -441,9 +441,6 @@ class Scheduler:
         if self.room.share is not None:
             usual_ns = self.times.alone_ns(key, rows_run)
             self.room.share.launched(batch, now_ns, usual_ns, lanes=count)
-        if self._growth.was is not None and reason is not Reason.AGAIN:
-            batch.was_due = self._growth.was is key and reason is not FULL and is_timed
-            self._growth.was = None
         return batch
 
     def _acquire(self, key: BatchKey, rows_run: int, profile: int | None) -> tuple[int, int | None, bool]:
@@ -477,18 +474,13 @@ class Scheduler:
         """
         return self._concurrency.started(batch, now_ns, put_ns)
 
-    def landed(
-        self, batch: Batch, now_ns: int, copies_ns: tuple[int, int] | None = None, wait_ns: int | None = None
-    ) -> None:
+    def landed(self, batch: Batch, now_ns: int, copies_ns: tuple[int, int] | None = None) -> None:
         """Note that the device has finished a batch, whose outputs must still be copied for the callers.
 
         :param copies_ns: how long it was copied in and out, if the device measured that.
-        :param wait_ns: how long before its turn it was in place, if the device measured that.
         """
         if copies_ns is not None:
             self.times.observe_copies(batch, *copies_ns)
-        if wait_ns is not None:
-            self._concurrency.observe_wait(batch, wait_ns)
         if self._concurrency.lines:
             self._concurrency.landed(batch, now_ns)
 

@@ -49,8 +49,7 @@ def test_only_a_timed_one_has_times(device, is_timed):
     flight.record.copy_in_ns = 5  # What gathering took on the CPU.
     flight.context.enqueue(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
-    copies, wait_ns = flight.note_times(BatchTimes())
-    assert wait_ns is None, "it has no lane"
+    copies = flight.note_times(BatchTimes())
     record = flight.record
     if not is_timed:
         assert copies is None

@@ -1,22 +1,17 @@
 """Batches on a device that copies while it computes: launched just in time, in as many lanes as pay."""
 
-import random
-import statistics
-
 import pytest
 
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.batch_times import BatchTimes
 from asynctrt.scheduling.concurrency import (
     LEAD_MARGIN_NS,
-    LEAD_MARGIN_NS_MAX,
     STUCK_NS_MIN,
     Concurrency,
     Lanes,
     choose_lanes,
     lanes_that_pay,
 )
-from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -105,61 +100,8 @@ class TestJustInTime:
         futures += enter(plan, 2, now_ns=now_ns + 2 * MS)
         assert plan.next_batch(now_ns + 2 * MS) is None
         batch = plan.next_batch(free_ns - LEAD_NS)
-        assert (batch.reason, batch.rows, batch.was_due) == (Reason.AHEAD, 3, True)
+        assert (batch.reason, batch.rows) == (Reason.AHEAD, 3)
         assert [request.future for request in batch.requests] == futures
-
-    def test_those_of_another_key_do_not_count_as_launched_when_they_were_due(self):
-        plan, now_ns = pipelined()
-        plan.times.times_all = True
-        _, free_ns = in_flight(plan, now_ns)
-        enter(plan, now_ns=now_ns + MS)
-        assert plan.next_batch(now_ns + MS) is None
-        enter(plan, key=BatchKey(("other",)), now_ns=now_ns + 2 * MS)
-        batch = plan.next_batch(free_ns - LEAD_NS)
-        assert (batch.key, batch.reason, batch.was_due) == (KEY, Reason.AHEAD, True)
-
-    @pytest.mark.parametrize("late", [0.0, 0.05, 0.3])
-    def test_how_early_depends_on_how_many_are_late(self, late):
-        plan, now_ns = pipelined()
-        leads_ns = []
-        numbers = random.Random(1)
-        first, free_ns = in_flight(plan, now_ns)
-        for _ in range(3000):
-            submit(plan, now_ns=free_ns - 9 * MS)
-            assert plan.next_batch(free_ns - 9 * MS) is None
-            due_ns = plan.next_wakeup()
-            leads_ns.append(free_ns - due_ns)
-            batch = plan.next_batch(due_ns)
-            plan.started(batch, due_ns + STAGING_NS)
-            end(plan, first, free_ns)
-            in_place_ns = due_ns + STAGING_NS + COPY_NS
-            if batch.is_timed:
-                plan._concurrency.observe_wait(batch, 0 if numbers.random() < late else free_ns - in_place_ns)
-            first, free_ns = batch, max(free_ns, in_place_ns) + COMPUTE_NS
-        least_ns, most_ns = LEAD_NS - LEAD_MARGIN_NS, LEAD_NS - LEAD_MARGIN_NS + LEAD_MARGIN_NS_MAX
-        assert min(leads_ns) >= least_ns
-        assert max(leads_ns) <= most_ns
-        assert leads_ns[0] == LEAD_NS
-        last_ns = statistics.median(leads_ns[-1000:])
-        if late > 0.2:  # There is no telling, so they are as early as can be.
-            assert last_ns > LEAD_NS + LEAD_MARGIN_NS
-        else:  # Those that are late would be so all the same.
-            assert last_ns < LEAD_NS - LEAD_MARGIN_NS // 4
-
-    def test_a_batch_that_came_too_late_to_be_early_says_nothing_of_how_early_to_be(self):
-        plan, now_ns = pipelined()
-        first, free_ns = in_flight(plan, now_ns)
-        for _ in range(200):
-            submit(plan, now_ns=free_ns - 1)
-            batch = plan.next_batch(free_ns - 1)
-            plan.started(batch, free_ns)
-            end(plan, first, free_ns)
-            if batch.is_timed:
-                plan._concurrency.observe_wait(batch, 0)
-            first, free_ns = batch, free_ns + COPY_NS + COMPUTE_NS
-        submit(plan, now_ns=free_ns - 9 * MS)
-        assert plan.next_batch(free_ns - 9 * MS) is None
-        assert free_ns - plan.next_wakeup() <= LEAD_NS
 
     def test_one_batch_that_is_not_full_is_ahead_and_no_more(self):
         plan, now_ns = pipelined()

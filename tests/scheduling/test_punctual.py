@@ -94,9 +94,9 @@ def test_the_wait_for_the_device_is_counted():
     assert launch(plan).rows == 4  # Until 10 ms.
     late, soon = take(plan, 15.5, 40, now_ms=0.1)
     # Together they would be answered at 16 ms, which is too late for one; alone at 14 ms, and 18 ms.
-    batch = launch(plan, 9.9)
+    batch = launch(plan, 9.95)
     assert batch.requests == (late,)
-    assert plan.queue.expire(int(9.9 * MS)) == []
+    assert plan.queue.expire(int(9.95 * MS)) == []
     assert soon.state is State.QUEUED
 
 
@@ -106,7 +106,7 @@ def test_a_batch_begins_when_the_device_is_free_and_it_has_been_copied():
     launch(plan)  # Until 10 ms.
     late, other = take(plan, 14.17, 40, now_ms=0.1)
     # In 0.1 ms it is in place, and at 14.3 ms it would have ended.
-    batch = launch(plan, 9.95)
+    batch = launch(plan, 9.99)
     assert batch.requests == (other,)
     assert plan.queue.expire(int(9.95 * MS)) == [late]
 

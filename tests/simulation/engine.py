@@ -322,13 +322,8 @@ class VirtualEngine:
             else:
                 self._fail(flight)
             return
-        copies_ns, wait_ns = (flight.copy_in_ns, flight.copy_out_ns), flight.started_ns - flight.copied_in_ns
-        scheduler.landed(
-            decided,
-            now_ns,
-            copies_ns if batch.is_timed and any(copies_ns) else None,
-            wait_ns if batch.is_timed and batch.lane is not None else None,
-        )
+        copies_ns = flight.copy_in_ns, flight.copy_out_ns
+        scheduler.landed(decided, now_ns, copies_ns if batch.is_timed and any(copies_ns) else None)
         del self.flights[batch.number]
         took = flight if batch.is_timed else Took(*scheduler.times.usual_ns(decided.key, decided.rows_run))
         scheduler.finished(decided, now_ns, took)
