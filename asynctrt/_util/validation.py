@@ -76,6 +76,7 @@ REMOVED_OPTIONS: Final = {
     "key": "sign the plan that was built, with ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
     "latency_target": "max_delay limits how long a batch waits for more requests, and timeout with "
     "timeout_until='answer' forms batches so that answers are in time",
+    "strict": "asynctrt doctor --json has the level of each finding",
     "suspendable": "close the engine to free its memory, and open it again; a server does so when a model is "
     "unloaded and loaded",
     "urgent_share": "device.partition(0.25) gives two parts of a device, for two engines on one model",
