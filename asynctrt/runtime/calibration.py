@@ -18,8 +18,9 @@ from asynctrt._util.cancellation import current
 from asynctrt.devices.base import Buffer
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
+from asynctrt.runtime.graphs import CAPTURE_S
 from asynctrt.runtime.inflight import InFlight
-from asynctrt.runtime.prepare import CHANGE_NS_MIN, time_of_change
+from asynctrt.runtime.prepare import CHANGE_NS_MIN, ROUNDS, time_of_change
 from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of, staged
 from asynctrt.scheduling.concurrency import ONE_LANE, Lanes, Rate, choose_lanes
 from asynctrt.scheduling.key import BatchKey
@@ -37,7 +38,6 @@ DEPTH: Final = 16
 of short batches meanwhile, it would seem slow, and more lanes would seem to pay off."""
 
 REPEATS_MAX: Final = 64
-ROUNDS: Final = 3
 LONG_NS: Final = 30_000_000
 """Each measurement is made ``ROUNDS`` times and the best counts, because other work on the machine may
 disturb some. One that takes longer than ``LONG_NS`` is hardly disturbed, so it is made once. ``REPEATS_MAX``
@@ -45,9 +45,6 @@ bounds the batches of one measurement in a lane."""
 
 WARM_NS: Final = 20_000_000
 """How long the device is kept busy before the first measurement."""
-
-TIMEOUT_S: Final = 60.0
-"""How long a batch may take, in seconds."""
 
 SIZES_MAX: Final = 4
 """How many sizes are measured at most."""
@@ -171,8 +168,8 @@ class _Bench:
         for context in self._contexts:
             end = self._stage.device.create_event(is_timed=False)
             context.stream.record(end)  # Later batches must not get an error left there.
-            if not end.synchronize(TIMEOUT_S):
-                raise DeviceLostError(f"a batch of zeros did not end within {TIMEOUT_S:g} s")
+            if not end.synchronize(CAPTURE_S):
+                raise DeviceLostError(f"a batch of zeros did not end within {CAPTURE_S:g} s")
 
     def measure(self) -> Calibration:
         """Measure, and return the lanes that pay off."""
@@ -331,7 +328,7 @@ class _Bench:
     def _wait_for(self, flight: InFlight) -> None:
         if self._cancellation.is_cancelled:
             raise UsageError("no more batches of zeros are run, because the opening was cancelled")
-        flight.wait("a batch of zeros", TIMEOUT_S)
+        flight.wait("a batch of zeros", CAPTURE_S)
 
 
 def _distance(sample: Sample) -> float:

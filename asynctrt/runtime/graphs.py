@@ -30,7 +30,7 @@ from asynctrt.runtime.staging import Slab
 from asynctrt.runtime.trial import SAMPLES, Expected, NoTrial, Trial
 
 CAPTURE_S: Final = 60.0
-"""The timeout of a batch during capture, in seconds."""
+"""The timeout of a batch before the engine is open, in seconds."""
 
 
 class CallByCall:

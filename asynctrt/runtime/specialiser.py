@@ -30,16 +30,12 @@ SHAPES_MAX: Final = 8
 sizes. The number was not tuned."""
 
 OFTEN: Final = 16
-"""A shape recurs only if at least this many recent batches had it, so that a few requests at the start do not
-trigger a build, which may take seconds. The number was not tuned."""
-
-SHARE_MIN: Final = 1 / 16
-"""A shape recurs only if at least this share of recent batches had it: a rarer one could gain little, and
-takes memory. The share was not tuned."""
+"""A shape recurs only if at least this many of the last ``WINDOW`` batches had it: a rarer one could gain
+little, and takes memory and a build, which may take seconds. The number was not tuned."""
 
 WINDOW: Final = 512
 """After this many batches, earlier ones count half, so that shapes which no longer come make room, and few
-are remembered. It is long enough for a shape with a share of ``SHARE_MIN`` to come ``OFTEN`` times."""
+are remembered."""
 
 HYSTERESIS: Final = 2
 """A shape replaces another one only if it came this many times as often, so that two equally common shapes do
@@ -73,7 +69,7 @@ class RecurringShapes:
         self._total += 1
         if self._total >= WINDOW:
             self._forget()
-        return count >= OFTEN and count >= SHARE_MIN * self._total
+        return count >= OFTEN
 
     def victim(self, shape: Hashable, specialised: Collection[Hashable]) -> Hashable | None:
         """Return the specialised shape to replace with ``shape``; ``None`` if all of them come about as

@@ -42,10 +42,6 @@ TIMED_ALWAYS_NS: Final = 5_000_000
 """All batches that compute for at least this long are timed: the few µs are then about a thousandth of the
 time, and samples would come too rarely otherwise."""
 
-TIMES_MIN: Final = 3
-"""How many batches of about one size must have been timed before they count: the first ones include one-time
-work, and the shortest of three is most likely without it."""
-
 SPREAD_MIN: Final = 2
 """How many factors of two must lie between the smallest and the largest batches. If they were closer, noise
 in their times would decide what a row costs."""
@@ -326,10 +322,10 @@ class Costs:
         least_ns, least_units, count = self._least.get(bits, (took_ns, units, 0))
         if took_ns < least_ns:
             least_ns, least_units = took_ns, units
-        elif count > TIMES_MIN:
+        elif count > SURE_SAMPLES:
             return
         self._least[bits] = least_ns, least_units, count + 1
-        known = [bits for bits, (_, _, count) in self._least.items() if count >= TIMES_MIN]
+        known = [bits for bits, (_, _, count) in self._least.items() if count >= SURE_SAMPLES]
         if len(known) < 2 or max(known) - min(known) < SPREAD_MIN:
             return
         small = self._least[min(known)][1]

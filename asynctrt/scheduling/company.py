@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import lru_cache
 
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.batch_times import TIMES_MIN, Costs
+from asynctrt.scheduling.batch_times import SURE_SAMPLES, Costs
 from asynctrt.scheduling.key import SHAPES_MAX, BatchKey
 from asynctrt.scheduling.queues import BucketQueue, JoinedRows
 
@@ -77,7 +77,7 @@ class MixedSizes(OneSize):
             self._are_told = self.is_measured = True
             self.costs = Costs()
         for rows, took_ns in times.items():
-            for _ in range(TIMES_MIN):
+            for _ in range(SURE_SAMPLES):
                 self.costs.observe(self._units_of(shape) * rows, took_ns)
 
     def join(

@@ -26,10 +26,6 @@ STUCK_TIMES: Final = 4
 hang. New batches then use another lane instead of waiting for it. Both are far beyond usual variation, and a
 false alarm costs little: for one batch, more lanes are used than pay off."""
 
-AHEAD_MAX: Final = 1
-"""How many batches that are not full may wait for their turn on the device. One is enough to keep a lane
-busy; a second one would only miss requests that arrive meanwhile."""
-
 ENQUEUE_SHARE: Final = 0.5
 """Enqueueing counts as slow if it takes at least this share of the compute time: a batch would then have to
 be launched ahead so early that it could hardly grow. The exact share was not tuned."""
@@ -301,7 +297,8 @@ class Concurrency:
             return None
         usable = self.usable(count)
         batches = [batch for line in self.lines if not line.is_stuck for batch in line.batches]
-        is_next = over < AHEAD_MAX and all(batch.is_staged for batch in batches)
+        # One that waits keeps the lanes busy; a second one would only miss requests that arrive meanwhile.
+        is_next = not over and all(batch.is_staged for batch in batches)
         if not is_next or self._is_put_slowly(key, rows):
             return stuck_ns
         if any(batch.takes_ns is None for batch in batches):

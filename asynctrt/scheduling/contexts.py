@@ -1,12 +1,9 @@
 """Which execution context and which arena a batch runs on."""
 
 from collections.abc import Hashable
-from typing import Final, cast
+from typing import cast
 
-SAME: Final = 0
-NOTHING_RAN: Final = 1
-OTHER_SHAPE: Final = 2
-OTHER_PROFILE: Final = 3
+SAME, NOTHING_RAN, OTHER_SHAPE, OTHER_PROFILE = range(4)
 """How a batch differs from the one before in a context, in the order in which contexts are taken."""
 
 

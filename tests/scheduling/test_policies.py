@@ -3,7 +3,7 @@
 import pytest
 
 from asynctrt.scheduling.batch import Reason
-from asynctrt.scheduling.batch_times import TIMES_MIN
+from asynctrt.scheduling.batch_times import SURE_SAMPLES
 from asynctrt.scheduling.company import MixedSizes
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policies import TakeRows
@@ -64,7 +64,7 @@ class TestKeptSizes:
             company=MixedSizes(
                 {("b",): 1, ("c",): 2}.__getitem__,
                 lambda holder, shape: holder in (("c",), shape),
-                [(units, 1000 + 10 * units) for units in (1, 100) for _ in range(TIMES_MIN)],
+                [(units, 1000 + 10 * units) for units in (1, 100) for _ in range(SURE_SAMPLES)],
             )
         )
 
