@@ -61,11 +61,7 @@ def shown(model: object) -> str:
 
 
 def external_names(file: BinaryIO) -> Iterator[str]:
-    """Iterate over the names of external files with weights in an ONNX file, reading it part by part.
-
-    It searches for the bytes with which ONNX writes such a name, so that no parser is needed. It may find
-    other texts as well.
-    """
+    """Yield the names of external files with weights in an ONNX file, and other texts that look like one."""
     content = b""
     while part := file.read(PART_NBYTES):
         content = content[-2 * PATH_MAX :] + part

@@ -243,10 +243,7 @@ class OnnxBinding:
 
 
 def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Return the shape that an output is bound with, after checking that the result has it.
-
-    :raises ExecutionError: if it has another shape.
-    """
+    """Return the shape that an output is bound with, after checking that the result has it."""
     shape = memory.shape(rows)
     if tuple(found) != shape:
         raise ExecutionError(

@@ -1,13 +1,5 @@
 """ONNX models with an ONNX Runtime session per stream: the part that is the same on every device.
 
-::
-
-    model = OnnxCudaModel("model.onnx", device=device)  # a StreamedOnnxModel
-    context = model.create_context_on(device, stream)  # loads a session that works on that stream
-    binding = context.bind(inputs, outputs)
-    binding.enqueue(8, profile=None, stream=stream, arena=None)
-    context.close()  # ends the session; the stream is closed after it
-
 A session holds its stream and must end before it: ONNX Runtime waits for the stream when a session ends, and
 crashes the process if the stream is gone. So only :class:`StreamSession` refers to a session, and keeps it
 alive until it is closed, whatever the garbage collector finds. Exceptions raised here carry no frame that
@@ -36,10 +28,7 @@ from asynctrt.tensors import Array, Dims, TensorSpec, shape_of
 
 
 class StreamedOnnxModel(OnnxModel):
-    """An ONNX model with a session per stream. A subclass defines how to create and run a session.
-
-    :param path: as for :class:`OnnxModel`, but not a session, because each stream needs its own.
-    """
+    """An ONNX model with a session per stream. A subclass defines how to create and run a session."""
 
     capabilities = replace(OnnxModel.capabilities, is_per_stream=True, is_traced=True, enqueue_may_block=True)
 
@@ -74,10 +63,7 @@ class StreamedOnnxModel(OnnxModel):
 
     @property
     def session(self) -> ort.InferenceSession:
-        """Not available, because each session belongs to a stream.
-
-        :raises UsageError: always.
-        """
+        """Raise a ``UsageError``: each session belongs to a stream."""
         raise UsageError(f"{self!r} has a session for each stream, and lends none of them")
 
     def create_context(self, device: Device) -> "StreamContext":
@@ -114,11 +100,8 @@ class StreamedOnnxModel(OnnxModel):
         self._closed = True
 
     def start_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "StreamSession":
-        """Load a session on ``stream`` for one context, which must close it.
-
-        :param sizes: the sizes of dimensions that are fixed in this session, by their names in the file.
-        :raises UsageError: if the model is closed.
-        """
+        """Load a session on ``stream`` for one context, which must close it. ``sizes`` fixes dimensions by
+        name."""
         if self._closed:
             raise UsageError(f"{self!r} is closed. Load it again: {type(self).__name__}({self.source})")
         with self._loading:
@@ -128,10 +111,7 @@ class StreamedOnnxModel(OnnxModel):
 
     @abstractmethod
     def check_device(self, device: Device) -> None:
-        """Check that the model runs on this device.
-
-        :raises DeviceUnavailableError: if not.
-        """
+        """Raise a ``DeviceUnavailableError`` if the model does not run on this device."""
 
     @abstractmethod
     def load_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "StreamSession":
@@ -139,10 +119,7 @@ class StreamedOnnxModel(OnnxModel):
 
 
 def refuse_session(given: object) -> None:
-    """Refuse a session that was created before its stream.
-
-    :raises UsageError: for any session.
-    """
+    """Refuse a session that was created before its stream."""
     if is_session(given):
         raise UsageError(
             "on a GPU each context needs a session that works on its own stream, and a session of ONNX "
@@ -163,11 +140,8 @@ class Batch(NamedTuple):
 
 
 class StreamSession:
-    """A session on its stream. Only :meth:`close` ends it.
-
-    :param memory: ONNX Runtime's name for the memory that tensors are bound in: ``cuda``, ``cpu``.
-    :param ordinal: the number of the device for that memory.
-    """
+    """A session on its stream, which only :meth:`close` ends. Its tensors are in ``memory``: ``cuda``,
+    ``cpu``."""
 
     def __init__(
         self, session: ort.InferenceSession, stream: Stream, *, memory: str, ordinal: int, name: str
@@ -194,11 +168,8 @@ class StreamSession:
         return self._session is not None
 
     def settle(self, binding: Any = None) -> bool:
-        """Finish what runs have left to do, and return whether that succeeded. Blocks.
-
-        :param binding: a binding whose memory still exists, so that its batch can be run again. Default:
-            none.
-        """
+        """Finish what runs have left to do, by running ``binding`` again if given; return whether that
+        succeeded."""
         return True
 
     @property
@@ -213,10 +184,7 @@ class StreamSession:
         return self._session.io_binding()
 
     def put(self, binding: Any, stream: Stream, batch: Batch) -> None:
-        """Enqueue a run.
-
-        :raises AsynctrtError: as converted by :meth:`error_of`.
-        """
+        """Enqueue a run."""
         self.run(binding, None)
 
     def run(self, binding: Any, options: Any) -> None:
@@ -249,10 +217,8 @@ class StreamSession:
 
 
 class StreamContext:
-    """A context with a session on its stream, which it loads at the first batch at the latest.
-
-    :param sizes: the sizes of dimensions that are fixed in this context, by their names in the file.
-    """
+    """A context on one stream. Its session is loaded at the first batch at the latest; ``sizes`` are fixed in
+    it."""
 
     def __init__(
         self, model: StreamedOnnxModel, device: Device, sizes: Mapping[str, int] | None = None
@@ -287,11 +253,7 @@ class StreamContext:
         return found
 
     def settle(self, binding: Any = None) -> None:
-        """Finish what runs have left to do, and free their memory. Blocks.
-
-        :param binding: as for :meth:`StreamSession.settle`.
-        :raises ExecutionError: if the batch of that binding does not come to rest.
-        """
+        """Finish what runs have left to do, and free their memory. Blocks."""
         if self._session is not None and not self._session.settle(binding) and binding is not None:
             raise ExecutionError(f"{self._session!r} does not come to rest")
 
@@ -367,10 +329,7 @@ class StreamBinding:
         return {output.name: output.take() for output in self._unbound.values()}
 
     def settle(self) -> None:
-        """Finish what earlier batches have left to do, as for a ``TracedBinding``. Blocks.
-
-        :raises ExecutionError: if that does not succeed.
-        """
+        """Finish what earlier batches have left to do. Blocks."""
         for binding in self._bound.values():
             self._context.settle(binding)
 
@@ -392,8 +351,6 @@ class StreamBinding:
         """Copy each output that ONNX Runtime put elsewhere to its bound memory.
 
         ONNX Runtime does that with outputs computed on the CPU, and with an output that is also an input.
-
-        :raises ExecutionError: if the shape of an output differs from the bound shape.
         """
         for value, (_, memory) in zip(binding.get_outputs(), self._outputs, strict=True):
             if memory is not None and value.data_ptr() != memory.address:
@@ -427,10 +384,7 @@ class StreamBinding:
 
 
 def _check_can_be_captured(session: StreamSession) -> None:
-    """Check that ONNX Runtime makes no copies outside a run: a graph would not repeat them.
-
-    :raises ExecutionError: if it does.
-    """
+    """Check that ONNX Runtime makes no copies outside a run: a graph would not repeat them."""
     if session.read_on_cpu:
         names = ", ".join(sorted(session.read_on_cpu))
         raise ExecutionError(f"{session.name!r} has inputs that operators on the CPU read: {names}")

@@ -49,12 +49,8 @@ class Weight(NamedTuple):
 
 
 class SharedWeights:
-    """The weights on the GPU, and the files of the model that refer to them.
-
-    :param folder: the folder that ONNX Runtime wrote because of :func:`optimising`.
-    :param where: ONNX Runtime's name for the memory of the device, and the device number: ``("cuda", 0)``.
-    :raises DeviceMemoryError: if there is no room for them.
-    """
+    """The weights on the GPU, and the files of the model that refer to them, written as :func:`optimising`
+    says."""
 
     def __init__(
         self,
@@ -135,12 +131,7 @@ def share_weights(
     where: tuple[str, int],
     name: str,
 ) -> SharedWeights | None:
-    """Load a model once, and put its weights on the GPU for all sessions; ``None`` if that fails.
-
-    :param load: loads a session on the device, on ``stream``.
-    :param where: as for :class:`SharedWeights`.
-    :raises DeviceLostError: if the device is lost meanwhile.
-    """
+    """Load a model once, and put its weights on the GPU for all sessions; ``None`` if that fails."""
     if find_spec("onnx") is None:
         logger.info("%r: each session has separate weights, as onnx is not installed", name)
         return None

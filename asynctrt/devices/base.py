@@ -436,10 +436,7 @@ class DeviceArray:
 
 
 def check_share(device: Device, share: float) -> None:
-    """Check that a device can be divided.
-
-    :raises OptionsError: if it is already a part, or if ``share`` is not above 0 and below 1.
-    """
+    """Check that a device can be divided."""
     if device.whole is not device:
         raise OptionsError(f"{device!r} is a part of a device, which is not divided again")
     if not 0 < share < 1:
@@ -447,10 +444,7 @@ def check_share(device: Device, share: float) -> None:
 
 
 def check_room(device: Device, nbytes: int, what: str, fix: str) -> None:
-    """Check that ``nbytes`` fit before allocating any of them.
-
-    :raises DeviceMemoryError: if they do not, with the arithmetic.
-    """
+    """Check that ``nbytes`` fit before allocating any of them."""
     memory = device.memory()
     if nbytes > memory.room_nbytes:
         raise DeviceMemoryError(

@@ -66,11 +66,7 @@ class CachedPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanCache:
-    """A folder of plans.
-
-    :param folder: their folder. See :meth:`of_user` for the default one.
-    :param nbytes_max: the limit of all plans together, in bytes.
-    """
+    """A folder of plans, which may take ``nbytes_max`` bytes together."""
 
     folder: Path
     nbytes_max: int = NBYTES_MAX
@@ -82,12 +78,7 @@ class PlanCache:
         return cls(Path(cache) / "asynctrt" / "plans")
 
     def plan_for(self, model: Path, device: Device, flavour: str | None, options: BuildOptions) -> CachedPlan:
-        """Return the plan for a model on a device, building it if necessary. Blocks, perhaps for long.
-
-        :raises ModelNotFoundError, ModelError: if there is no such model, or it cannot be read.
-        :raises MissingExtraError: if no package that builds plans is installed.
-        :raises AsynctrtError: whatever :func:`asynctrt.build` raises.
-        """
+        """Return the plan for a model on a device, building it if necessary. Blocks, perhaps for long."""
         source = read_source(model)
         facts = _facts(source, device, flavour, options)
         path = self._path_of(facts)
@@ -196,11 +187,7 @@ class PlanCache:
 
 
 def load_for(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, options: Options) -> Model:
-    """Return a model for the runtime that the options name. Blocks; a build may take long.
-
-    :raises OptionsError: if the options do not fit the model or each other.
-    :raises AsynctrtError: whatever building or loading it raises.
-    """
+    """Return a model for the runtime that the options name. Blocks; a build may take long."""
     tensorrt, onnx = options.tensorrt, options.onnx
     assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
     assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"

@@ -71,13 +71,8 @@ def open_file(
 ) -> Opened:
     """Open a model with its runtime, and return the runtime's description. Blocks.
 
-    Opening a plan runs its code: do it only with plans that you trust.
-
-    :param device: the device. Default: ``cuda:0`` for a plan, ``host`` for an ONNX model.
-    :param options: ``tensorrt`` says how a plan is loaded, and ``onnx`` how an ONNX model is.
-    :raises ModelError, DeviceUnavailableError, DeviceMemoryError, MissingExtraError: as when an engine is
-        opened.
-    :raises OptionsError: for the option ``onnx`` with a plan.
+    Opening a plan runs its code: do it only with plans that you trust. By default a plan is opened on
+    ``cuda:0``, and an ONNX model on ``host``.
     """
     options = options or Options()
     is_a_plan = is_plan(read_beginning(path))

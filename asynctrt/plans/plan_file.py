@@ -38,11 +38,7 @@ class PlanFile:
 
 
 def find_plan(path: Path) -> PlanFile | None:
-    """Return what a plan says without running any of its code; ``None`` for an ONNX model.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it is neither, or a damaged plan.
-    """
+    """Return what a plan says without running any of its code; ``None`` for an ONNX model."""
     # Open it only once: the file may be replaced meanwhile.
     with opened(path) as file:
         beginning = file.read(HEADER_NBYTES)
@@ -67,11 +63,7 @@ def find_plan(path: Path) -> PlanFile | None:
 
 
 def read_beginning(path: Path) -> bytes:
-    """Return the first bytes of a file.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it cannot be read.
-    """
+    """Return the first bytes of a file."""
     with opened(path) as file:
         return file.read(HEADER_NBYTES)
 
@@ -82,11 +74,7 @@ def is_plan(beginning: bytes) -> bool:
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal. Reads the whole file, part by part.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it cannot be read.
-    """
+    """Return the SHA-256 of a file in hexadecimal. Reads the whole file, part by part."""
     with opened(path) as file:
         return digest_of_file(file)
 

@@ -128,8 +128,6 @@ class Abilities:
         Where the check would crash, the shapes of the outputs must do: an unknown size is -1, and shapes that
         the engine refuses are reported as errors. ``all_binding_shapes_specified`` does not serve: on a GPU,
         TensorRT 8.6 said ``False`` of complete shapes.
-
-        :raises RuntimeError: for shapes that the engine refuses.
         """
         return not (self.raises and context.infer_shapes())
 
@@ -159,11 +157,9 @@ def compatible_since(library: tuple[int, ...] | None) -> tuple[int, int]:
 
 
 def check_lean_runtime(flavour: Flavour, path: Path) -> None:
-    """Check that a library can load a lean runtime: TensorRT 11 crashes in ``load_runtime`` for 8.6.
+    """Refuse a lean runtime that a library cannot load: TensorRT 11 crashes in ``load_runtime`` for 8.6.
 
     A file that does not look like a lean runtime is left for the library to refuse.
-
-    :raises ModelError: if the lean runtime is of a version that the library cannot load.
     """
     here, found = numbers_of(flavour.version), _lean_major(path)
     oldest = compatible_since(here)[0]
@@ -178,10 +174,7 @@ def check_lean_runtime(flavour: Flavour, path: Path) -> None:
 
 
 def _lean_major(path: Path) -> int | None:
-    """Return the major version of a lean runtime from the name in it; ``None`` if there is no name.
-
-    :raises ModelError: if the path is not a regular file: the library would wait for a pipe.
-    """
+    """Return the major version of a lean runtime from the name in it; ``None`` if there is no name."""
     try:
         with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = LEAN_NAME.search(content)

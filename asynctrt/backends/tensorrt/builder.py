@@ -120,16 +120,10 @@ def build_plan(
     report: Report | None = None,
     device: Device | None = None,
 ) -> Built:
-    """Build a plan. Blocks for seconds to hours, without holding the GIL.
+    """Build a plan from the content of an ONNX file. Blocks for seconds to hours, without holding the GIL.
 
-    :param model: the content of an ONNX file.
-    :param path: the path of that file: weights beside it are read, and messages name it.
-    :param report: called for each step. TensorRT 8 reports none.
-    :param device: the GPU to build on. Default: CUDA's own choice.
-    :raises BuildError: if the model cannot be parsed, or no plan can be built from it.
-    :raises OptionsError: for options that the package does not support, or that do not fit the model.
-    :raises DeviceUnavailableError: if the builder needs CUDA, and CUDA cannot be used here.
-    :raises DeviceMemoryError: if the GPU has too little memory.
+    Weights beside ``path`` are read, and messages name it. TensorRT 8 reports no steps to ``report``. By
+    default CUDA chooses the GPU.
     """
     check_flavour(flavour, options)
     if device is not None:
@@ -168,10 +162,7 @@ def build_plan(
 
 
 def check_flavour(flavour: Flavour, options: BuildOptions) -> None:
-    """Check that a package supports the options, before anything is parsed.
-
-    :raises OptionsError: for the first option that it does not support, or would ignore.
-    """
+    """Check that a package supports the options, before anything is parsed."""
     module, title = flavour.module, flavour.title
     if not hasattr(module, "Builder") or not hasattr(module, "OnnxParser"):
         raise OptionsError(

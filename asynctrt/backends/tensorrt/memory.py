@@ -67,10 +67,7 @@ class MemoryStatistics:
 
 
 class DeviceMemory:
-    """All memory that TensorRT holds for one model. Thread-safe.
-
-    :param budget: the maximum number of bytes that it may hold.
-    """
+    """All memory that TensorRT holds for one model. Thread-safe."""
 
     def __init__(self, device: Device, *, budget: int | None) -> None:
         self._device = device
@@ -98,8 +95,6 @@ class DeviceMemory:
         """During TensorRT's creation of a context, grant allocations that should be refused, and record that.
 
         If the reserve :attr:`~Reserve.is_overdrawn` afterwards, the context must be dropped.
-
-        :raises DeviceMemoryError: if there is less room than this model's largest context took.
         """
         with self._creating:
             wanted = self._context_nbytes
@@ -116,10 +111,7 @@ class DeviceMemory:
                 reserve.end()
 
     def _check_room(self, wanted: int) -> None:
-        """Check that there is room for a context, with a margin.
-
-        :raises DeviceMemoryError: if there is not enough.
-        """
+        """Check that there is room for a context, with a margin."""
         memory, why = self._device.memory(), self._why_not(wanted)
         beside = RESERVE_NBYTES + CODE_NBYTES
         if why is None and (
@@ -140,10 +132,7 @@ class DeviceMemory:
         return taken
 
     def take(self, nbytes: int, alignment: int = ALIGNMENT, *, stream: int | None = None) -> int | None:
-        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks require.
-
-        :param stream: the handle of the stream in whose order it is allocated; ``None`` for immediate use.
-        """
+        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks require."""
         # Buffers have the alignment of CUDA allocations, and TensorRT requests no more than that.
         spare = alignment if alignment > ALIGNMENT else 0
         try:
@@ -163,11 +152,7 @@ class DeviceMemory:
         return address
 
     def give_back(self, address: int, *, stream: int | None = None) -> bool:
-        """Free the block at an address; return ``False`` if there is no block or it cannot be freed.
-
-        :param stream: the handle of the stream in whose order it is freed, if it was allocated in stream
-            order.
-        """
+        """Free the block at an address; return ``False`` if there is no block or it cannot be freed."""
         with self._lock:
             buffer = self._blocks.pop(address, None)
             if buffer is None:
@@ -305,12 +290,7 @@ def make_temporary_allocator(module: Any, source: DeviceMemory) -> Any:
 
 
 def _create_allocator(base: Any, source: DeviceMemory, *, in_order: bool) -> Any:
-    """Create an allocator derived from a TensorRT class.
-
-    It overrides every method, because the bindings call only overridden ones.
-
-    :param in_order: whether the asynchronous methods allocate and free in the order of their streams.
-    """
+    """Create an allocator that overrides every method: the bindings call only overridden ones."""
 
     class Allocator(base):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:

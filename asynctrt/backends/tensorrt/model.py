@@ -361,8 +361,6 @@ def _shares_profiles(loaded: Loaded, context: Any) -> bool:
     A new context starts with profile 0, or with none (-1) if another context has exclusive use of that.
     Requesting the profile in that case would end the process under TensorRT 8.6, because its bindings crash
     when they refuse.
-
-    :param context: a context that still has its first profile.
     """
     known = loaded.abilities.shares_profiles
     if known is not None:

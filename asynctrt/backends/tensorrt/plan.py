@@ -85,11 +85,7 @@ class Plan:
 
 
 def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Plan) -> Plan:
-    """Read a plan from a path or from memory, and check its header. A :class:`Plan` is returned unchanged.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it is not a plan, or is truncated.
-    """
+    """Read a plan from a path or from memory, and check its header. A :class:`Plan` is returned unchanged."""
     path = None
     if isinstance(plan, Plan):
         return plan
@@ -104,13 +100,7 @@ def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Pl
 
 
 def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None = None) -> PlanHeader:
-    """Return the header of a plan.
-
-    :param content: the whole plan, or its beginning.
-    :param where: the name of the plan in messages.
-    :param nbytes: the size of the whole plan. Default: the size of ``content``.
-    :raises ModelError: if it is not a plan, or is truncated.
-    """
+    """Return the header of a plan from its content, or from the beginning of its ``nbytes`` bytes."""
     given = len(content) if nbytes is None else nbytes
     if not content:
         raise ModelError(f"{where} is empty. Rebuild the plan, or copy it again")
@@ -139,11 +129,7 @@ def capability_text(capability: tuple[int, int]) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a plan or another model file for reading.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it cannot be read.
-    """
+    """Open a plan or another model file for reading."""
     try:
         with open_regular(path) as file:
             yield file

@@ -52,14 +52,7 @@ def profiles_of(
     rows_max: int,
     dims: Mapping[str, tuple[int, int, int]],
 ) -> tuple[dict[str, Range], ...]:
-    """Return the profiles of a network: the given ones, or a proposed one; none if all sizes are fixed.
-
-    :param given: profiles in text notation.
-    :param rows_max: the largest batch that a proposed profile accepts.
-    :param dims: sizes of dynamic dimensions, for a proposed profile.
-    :raises OptionsError: if profiles do not fit the inputs, or sizes are missing.
-    :raises ModelError: for an input whose values are shapes.
-    """
+    """Return the profiles of a network: the given ones, or a proposed one; none if all sizes are fixed."""
     for one in inputs:
         if one.is_shape_tensor:
             raise ModelError(
@@ -77,10 +70,7 @@ def profiles_of(
 
 
 def parse_profile(text: str) -> dict[str, Range]:
-    """Parse a profile.
-
-    :raises OptionsError: if the notation is wrong, or a size is zero, too large, or out of order.
-    """
+    """Parse a profile."""
     found: dict[str, Range] = {}
     position = 0
     while position < len(text):

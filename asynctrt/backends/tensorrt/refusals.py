@@ -82,12 +82,7 @@ class Refused:
         )
 
     def before_loading(self, *, has_lean_runtime: bool) -> AsynctrtError | None:
-        """Return the error for a plan that can be refused before the library sees it, or ``None``.
-
-        Deserialising a plan runs code from it, so refuse it by its header where that suffices.
-
-        :param has_lean_runtime: whether another version's runtime will run the plan.
-        """
+        """Return the error for a plan that its header refuses: deserialising it would run code from it."""
         here, found = numbers_of(self.flavour.version), self._built_by()
         fatal = self._diagnoses() & {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}
         is_rtx = self.flavour.tag == TAG_RTX

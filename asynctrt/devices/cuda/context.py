@@ -137,13 +137,7 @@ def limit_memory(nbytes: int | None) -> None:
 
 
 class CudaContext:
-    """The primary context of a GPU, which is shared with other CUDA libraries in the process.
-
-    :param cuda_device: the driver's handle of the GPU.
-    :param ordinal: the number of the GPU.
-    :param memory_nbytes: the most that its buffers may hold. ``None``: no limit but the GPU's.
-    :raises DeviceLostError: if the GPU was lost in this process.
-    """
+    """The primary context of a GPU, which is shared with other CUDA libraries in the process."""
 
     def __init__(self, cuda_device: Any, ordinal: int, memory_nbytes: int | None) -> None:
         self.ordinal = ordinal
@@ -211,10 +205,7 @@ class CudaContext:
             self._gpu.free(free)
 
     def take(self, nbytes: int, *, zeroed_on: int) -> int:
-        """Allocate memory for a buffer, zero it on the stream with that handle, and return its address.
-
-        :raises DeviceMemoryError: if it exceeds the budget, or the GPU has no room.
-        """
+        """Allocate memory for a buffer, zero it on the stream with that handle, and return its address."""
         self.activate()
         try:
             return self._take(nbytes, zeroed_on)
@@ -248,10 +239,7 @@ class CudaContext:
         self.count_out(nbytes)
 
     def take_in_order(self, nbytes: int, stream: int) -> int:
-        """Allocate memory in the order of a stream, and return its address.
-
-        :raises DeviceMemoryError: if it exceeds the budget, or the GPU has no room.
-        """
+        """Allocate memory in the order of a stream, and return its address."""
         self.count_in(nbytes)
         code, address = driver.cuMemAllocAsync(max(nbytes, ALIGNMENT), stream)
         if code != _OK:
@@ -260,10 +248,7 @@ class CudaContext:
         return int(address)
 
     def count_in(self, nbytes: int) -> None:
-        """Count memory that is about to be allocated, or that a library has allocated.
-
-        :raises DeviceMemoryError: if that exceeds the budget; it is not counted then.
-        """
+        """Count memory that is about to be allocated, or that a library has allocated."""
         with self._gpu.lock:
             held, budget = self._budget()
             if budget is not None and held + nbytes > budget:
@@ -328,10 +313,7 @@ class CudaContext:
             raise self.failed(code, what)
 
     def failed(self, code: Any, what: str, *, ends_unknown: bool = False) -> DeviceError:
-        """Return the error for a status. After a sticky error the device is lost.
-
-        :param ends_unknown: whether it is no longer known when work ends, so that it may run forever.
-        """
+        """Return the error for a status. If it is sticky, or work may now run forever, the device is lost."""
         name = text_of(driver.cuGetErrorName(code)[1])
         said = text_of(driver.cuGetErrorString(code)[1])
         if code in STICKY or ends_unknown:

@@ -103,10 +103,7 @@ class CudaDevice(CudaContext):
             raise
 
     def _divided(self, share: float) -> tuple[Any, Any]:
-        """Return two sets of multiprocessors as CUDA resources.
-
-        :raises DeviceUnavailableError: if this GPU, its driver or the CUDA bindings cannot divide them.
-        """
+        """Return two sets of multiprocessors as CUDA resources."""
         if not hasattr(driver, "cuGreenCtxCreate"):
             raise DeviceUnavailableError(
                 f"{self.name} cannot be divided by this version of cuda-python. Update it: pip install -U "
@@ -182,12 +179,7 @@ class CudaDevice(CudaContext):
 
 
 class CudaPart(CudaDevice):
-    """Some of the multiprocessors of a GPU. Work and graphs on its streams run only there.
-
-    It shares everything else with the whole device, including memory.
-
-    :param resource: the CUDA resource for those multiprocessors.
-    """
+    """Some multiprocessors of a GPU. Work and graphs on its streams run only there; the rest is shared."""
 
     def __init__(self, whole: CudaDevice, resource: Any) -> None:
         self.__dict__.update(whole.__dict__)
@@ -221,10 +213,7 @@ class CudaPart(CudaDevice):
 
 
 def find_cuda_device(name: str) -> CudaDevice:
-    """Return the GPU called ``cuda`` or ``cuda:N``.
-
-    :raises DeviceUnavailableError: if the GPU cannot be used on this machine.
-    """
+    """Return the GPU called ``cuda`` or ``cuda:N``."""
     found = re.fullmatch(r"cuda(?::(\d+))?", name)
     if found is None:
         by_uuid = ". A UUID names one with isolation='process'; or set CUDA_VISIBLE_DEVICES to it"
@@ -236,10 +225,7 @@ def find_cuda_device(name: str) -> CudaDevice:
 
 
 def _initialise(ordinal: int) -> Any:
-    """Start the driver, and return its handle for the GPU with that number.
-
-    :raises DeviceUnavailableError: if that fails, naming what is missing and the fix.
-    """
+    """Start the driver, and return its handle for the GPU with that number."""
     # By default the streams of a process share 8 hardware queues of the GPU, so a batch in one stream may
     # wait for a batch in another although both would fit. CUDA reads the variable when it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)

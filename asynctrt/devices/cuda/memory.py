@@ -11,10 +11,7 @@ from asynctrt.errors import DeviceError
 
 
 class CudaBuffer:
-    """Zeroed device memory, which the CPU cannot access.
-
-    :param zeroed_on: the handle of the stream that zeroes it.
-    """
+    """Zeroed device memory, which the CPU cannot access."""
 
     def __init__(self, context: CudaContext, nbytes: int, *, zeroed_on: int) -> None:
         self._context = context
@@ -81,10 +78,7 @@ class _PinnedBlock:
 
 
 class OrderedBuffer:
-    """Stream-ordered device memory: allocated in the order of one stream, freed in the order of any stream.
-
-    :param stream: the handle of the stream.
-    """
+    """Stream-ordered device memory: allocated in the order of one stream, and freed in that of any stream."""
 
     def __init__(self, context: CudaContext, nbytes: int, stream: int) -> None:
         self._context = context

@@ -122,10 +122,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream that does not wait for the default stream.
-
-    :param green: the green context whose multiprocessors run its work. ``None``: the whole GPU.
-    """
+    """A CUDA stream that does not wait for the default stream, on the whole GPU or in a green context."""
 
     def __init__(self, context: CudaContext, green: Any = None) -> None:
         self._context = context
@@ -173,10 +170,7 @@ class CudaStream:
             raise self._context.failed(code, f"a copy of {nbytes} bytes")
 
     def check(self, what: str) -> None:
-        """Detect a sticky error in work on this stream, and set ``lost`` in that case.
-
-        :param what: the operation, for the message.
-        """
+        """Detect a sticky error in work on this stream, and set ``lost`` in that case."""
         code = driver.cuStreamQuery(self._cuda)[0]
         if code not in (_OK, _PENDING) and code not in _CAPTURING:
             self._context.failed(code, what)
@@ -265,10 +259,7 @@ _collector = _Collector()
 
 
 class CudaGraph:
-    """An instantiated capture of a stream.
-
-    :param owns_sources: whether it owns a copy of the host data that it reads.
-    """
+    """An instantiated capture of a stream, which may own a copy of the host data that it reads."""
 
     def __init__(self, context: CudaContext, graph: Any, stream: Any, *, owns_sources: bool) -> None:
         self._context = context

@@ -114,10 +114,7 @@ class HostEvent:
         return self._time_ns - since._time_ns
 
     def begin(self, stream: "HostStream") -> None:
-        """Mark the event as pending on ``stream``.
-
-        :raises DeviceError: if it is still pending from an earlier recording.
-        """
+        """Mark the event as pending on ``stream``."""
         if self._reached != self._recorded:
             raise _pending(self)
         self.error = None
@@ -166,11 +163,7 @@ class Launched(partial[bool]):
 
 
 class OnLoop(Unfinished):
-    """Work that runs on the event loop although it was queued for a thread.
-
-    :param loop: the loop that launched it.
-    :param name: the model, for the log.
-    """
+    """Work that runs on the event loop although it was queued for a thread."""
 
     def __init__(self, work: Work, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._work = work
@@ -263,10 +256,7 @@ class HostStream:
         return self.is_computing or (awaited is not None and awaited.is_abandoned)
 
     def belong_to(self, model: str, *, keeps_thread: bool) -> None:
-        """Set the model whose work it runs, for the log. Call this before it has any work.
-
-        :param keeps_thread: whether all of its work runs in one thread, until some hangs there.
-        """
+        """Set, before it has work, the model that the log names, and whether one thread runs all of it."""
         self._name = repr(model)
         if keeps_thread:
             self.threads.settle(self)
@@ -401,10 +391,7 @@ class HostStream:
         return graph
 
     def abandon(self) -> None:
-        """Abandon its work: replace the thread that serves it, which ends if the work ever does.
-
-        Unfinished work is cancelled.
-        """
+        """Replace the thread that serves it, which ends if the work ever does, and cancel unfinished work."""
         self.is_abandoned = True
         self.threads.replace(self)
         self._cancel()
@@ -457,10 +444,7 @@ class HostStream:
                     return
 
     def _put(self, operation: Callable[[], bool], served: "threading.Lock | None" = None) -> None:
-        """Queue an operation.
-
-        :param served: a lock to release once a thread has run it, if the stream was idle.
-        """
+        """Queue an operation. If the stream was idle, a thread releases ``served`` once it has run it."""
         if self._closed:
             raise DeviceError(f"{self!r} is closed")
         self.threads.check()
