@@ -68,7 +68,7 @@ def external_names(file: BinaryIO) -> Iterator[str]:
         for found in EXTERNAL.finditer(content):
             length, at, shift = 0, found.end(), 0
             while at < len(content):
-                length |= (content[at] & 0x7F) << shift
+                length |= content[at] % MORE << shift
                 shift, at = shift + 7, at + 1
                 if content[at - 1] < MORE:
                     break

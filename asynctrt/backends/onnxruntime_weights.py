@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from asynctrt.backends.onnxruntime import ort
-from asynctrt.devices.base import Buffer, Device, Stream, aligned, mib
+from asynctrt.devices.base import COPY_S, Buffer, Device, Stream, aligned, mib
 from asynctrt.errors import DeviceError, DeviceLostError
 
 SHARED_NBYTES_MIN: Final = 16 << 20
@@ -24,8 +24,6 @@ SHARED_NBYTES_MIN: Final = 16 << 20
 
 WEIGHT_NBYTES_MIN: Final = 1 << 16
 """Smaller weights are not shared: many are constants that the CPU reads when it loads a model."""
-
-COPY_S: Final = 60.0
 
 MODEL: Final = "model.onnx"
 WEIGHTS: Final = "weights.bin"

@@ -13,16 +13,12 @@ class UnboundOutput:
     """One such output of one context. Its copy on the host is reused, and grows by doubling."""
 
     def __init__(self, spec: TensorSpec, device: Device) -> None:
+        self.name = spec.name
         self._spec = spec
         self._device = device
         self._staging: Buffer | None = None
         self._shape: Dims | None = None
         """The shape of the latest batch's output, until it is taken."""
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-        return self._spec.name
 
     def take(self) -> Array:
         """Return a copy of the output of the finished batch. It can be taken once per batch."""

@@ -11,13 +11,14 @@ from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt.details import EngineDetails
 from asynctrt.backends.tensorrt.manifest import NamedTensor
 from asynctrt.backends.tensorrt.model import TensorRTModel
+from asynctrt.backends.tensorrt.plan import is_plan
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.core.assembly import build_on, is_specialisable
 from asynctrt.core.loading import find_device, load_model
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, OptionsError
 from asynctrt.options import Options
-from asynctrt.plans.plan_file import is_plan, read_beginning
+from asynctrt.plans.plan_file import read_beginning
 from asynctrt.tensors import TensorSpec
 
 CLOSE_S: Final = 1.0

@@ -9,8 +9,8 @@ from asynctrt.backends.registry import ONNX
 from asynctrt.backends.tensorrt.manifest import Manifest, find_manifest
 from asynctrt.backends.tensorrt.plan import (
     HEADER_NBYTES,
-    KINDS,
     capability_text,
+    is_plan,
     opened,
     read_header,
 )
@@ -66,11 +66,6 @@ def read_beginning(path: Path) -> bytes:
     """Return the first bytes of a file."""
     with opened(path) as file:
         return file.read(HEADER_NBYTES)
-
-
-def is_plan(beginning: bytes) -> bool:
-    """Return whether a file begins with the signature of a plan."""
-    return beginning[:4] in KINDS
 
 
 def digest_of(path: Path) -> str:

@@ -27,6 +27,7 @@ from asynctrt.backends.tensorrt.messages import (
     keep_alive,
     log_of,
 )
+from asynctrt.backends.tensorrt.plan import capability_text
 from asynctrt.backends.tensorrt.plugins import register_plugins
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_text, profiles_of
 from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
@@ -186,34 +187,37 @@ def check_flavour(flavour: Flavour, options: BuildOptions) -> None:
         if not hasattr(module.BuilderFlag, name):
             raise OptionsError(_lacks(flavour, name))
     for text in options.compute_capabilities:
-        known = module.ComputeCapability.__members__
-        if f"SM{text.replace('.', '')}" not in known:
-            supported = ", ".join(f"{one[2:-1]}.{one[-1]}" for one in known if one.startswith("SM"))
+        known = _gpus_of(flavour)
+        if text not in known:
             raise OptionsError(
-                f"{title} does not build for compute capability {text}, but for {supported}. For other GPUs "
-                "build with flavour='tensorrt', on one of them"
+                f"{title} does not build for compute capability {text}, but for {', '.join(known)}. For other "
+                "GPUs build with flavour='tensorrt', on one of them"
             )
 
 
 def _check_fits(device: Device, flavour: Flavour, options: BuildOptions) -> None:
     """Refuse a GPU that the package cannot build for, and limits that leave too little of its memory."""
     capability = device.compute_capability
-    members = getattr(getattr(flavour.module, "ComputeCapability", None), "__members__", None)
-    if capability is not None and "rtx" in flavour.name and members is not None:
-        name = f"SM{capability[0]}{capability[1]}"
-        if name not in members:
-            supported = ", ".join(f"{one[2:-1]}.{one[-1]}" for one in members if one.startswith("SM"))
-            raise OptionsError(
-                f"{device.gpu or device.name} has compute capability {capability[0]}.{capability[1]}, and "
-                f"{flavour.title} runs on {supported}. Build with flavour='tensorrt': pip install "
-                "'asynctrt[tensorrt]'"
-            )
+    known = _gpus_of(flavour)
+    if capability is not None and known and capability_text(capability) not in known:
+        raise OptionsError(
+            f"{device.gpu or device.name} has compute capability {capability_text(capability)}, and "
+            f"{flavour.title} runs on {', '.join(known)}. Build with flavour='tensorrt': pip install "
+            "'asynctrt[tensorrt]'"
+        )
     total = device.memory().total_nbytes
     if max(options.workspace, options.tactic_memory) > total * 3 // 4:
         raise OptionsError(
             f"workspace is {options.workspace:,} and tactic_memory {options.tactic_memory:,} bytes, and "
             f"{device.name} has {total:,}. Leave a quarter of it to the weights and to others"
         )
+
+
+def _gpus_of(flavour: Flavour) -> list[str]:
+    """Return the compute capabilities that TensorRT for RTX knows; of other packages, none."""
+    known = getattr(flavour.module, "ComputeCapability", None) if "rtx" in flavour.name else None
+    names = [name for name in getattr(known, "__members__", ()) if name.startswith("SM")]
+    return [f"{name[2:-1]}.{name[-1]}" for name in names]
 
 
 def _lacks(flavour: Flavour, flag: str) -> str:

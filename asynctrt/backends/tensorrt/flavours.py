@@ -105,11 +105,10 @@ def find_builder(flavour: str | None) -> Flavour:
 def cuda_runtimes(maps: Path = MAPS) -> tuple[str, ...]:
     """Return the CUDA runtimes that this process has loaded. Several often cause unexplained failures."""
     try:
-        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+        mapped = maps.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ()
-    paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart" in line and line.count(" ") >= 5}
-    return tuple(sorted(path for path in paths if re.search(r"/libcudart[^/]*\.so[^/]*$", path)))
+    return tuple(sorted(set(re.findall(r"\s(/.*/libcudart[^/\n]*\.so[^/\n]*)$", mapped, re.MULTILINE))))
 
 
 def describe_runtimes(runtimes: tuple[str, ...]) -> str:

@@ -41,7 +41,7 @@ from asynctrt.backends.tensorrt.trust import check_trust
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceMemoryError, DeviceUnavailableError, ModelError, UsageError
-from asynctrt.tensors import Dims, TensorSpec
+from asynctrt.tensors import Dims
 
 EXCLUSIVE: Final = "it was built so that an optimization profile belongs to one execution context at a time"
 SHARING: Final = (
@@ -109,7 +109,9 @@ class TensorRTModel:
             refit(read, self._loaded)
             self._loaded.cache = _create_cache(self._loaded)
             self.signature, self.capabilities = _examine(self.name, self._loaded, _names_of_dims(read))
-            self._weights_nbytes = _weights_nbytes(self._loaded)
+            self.inputs, self.outputs = self.signature.inputs, self.signature.outputs
+            self.weights_nbytes = _weights_nbytes(self._loaded)
+            """Bytes of weights on the device."""
         except BaseException:
             loaded, self._loaded = self._loaded, None
             loaded.close()
@@ -118,19 +120,6 @@ class TensorRTModel:
     def __repr__(self) -> str:
         state = "closed" if self._loaded is None else f"contexts={self._contexts}"
         return f"<TensorRTModel {self.name} {self.flavour.title} on {self.device.name} {state}>"
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self.signature.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self.signature.outputs
-
-    @property
-    def weights_nbytes(self) -> int:
-        """Bytes of weights on the device."""
-        return self._weights_nbytes
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
         return self.signature.profile_of(dims, rows).index

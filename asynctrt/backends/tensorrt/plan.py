@@ -104,7 +104,7 @@ def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None =
     given = len(content) if nbytes is None else nbytes
     if not content:
         raise ModelError(f"{where} is empty. Rebuild the plan, or copy it again")
-    if content[:4] not in KINDS:
+    if not is_plan(content):
         raise ModelError(f"{where} is not a TensorRT plan: it {_guess(content)}")
     if len(content) < HEADER_NBYTES:
         raise ModelError(
@@ -120,6 +120,11 @@ def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None =
     if tag == TAG_RTX:
         capabilities = tuple(gpu for bit, gpu in enumerate(_RTX_GPUS) if gpus >> bit & 1)
     return PlanHeader(tag, said, (major, minor, patch, build), capabilities)
+
+
+def is_plan(beginning: bytes) -> bool:
+    """Return whether a file begins with the signature of a plan."""
+    return beginning.startswith(tuple(KINDS))
 
 
 def capability_text(capability: tuple[int, int]) -> str:
@@ -160,10 +165,10 @@ def _guess(content: bytes) -> str:
     for signature, meaning in _SIGNATURES:
         if content.startswith(signature):
             return f"begins like {meaning}"
-    start = content[:64]
-    if all(32 <= byte < 127 or byte in b"\t\n\r" for byte in start):
-        return f"is text that begins with {start.decode('ascii')[:40]!r}. Give the path of a plan"
+    start = content[:HEADER_NBYTES]
+    if start.isascii() and start.translate(None, b"\t\n\r").decode().isprintable():
+        return f"is text that begins with {start.decode()!r}. Give the path of a plan"
     return (
-        f"begins with {content[:4]!r}, but a plan begins with {TAG_TENSORRT!r} or {TAG_RTX!r}. Build one: "
-        "asynctrt build MODEL.onnx"
+        f"begins with {content[: len(TAG_RTX)]!r}, but a plan begins with {TAG_TENSORRT!r} or {TAG_RTX!r}. "
+        "Build one: asynctrt build MODEL.onnx"
     )

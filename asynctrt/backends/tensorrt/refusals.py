@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asynctrt.backends.build_options import BUILDERS
-from asynctrt.backends.tensorrt.abilities import COMPATIBLE_SINCE, compatible_since, numbers_of
+from asynctrt.backends.tensorrt.abilities import V8_6, compatible_since, numbers_of
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
 from asynctrt.backends.tensorrt.manifest import find_manifest, manifest_path
 from asynctrt.backends.tensorrt.memory import CODE_NBYTES, MemoryRefusal, describe_refusals, lacks_memory
@@ -206,7 +206,7 @@ class Refused:
         )
         if flavour.tag == TAG_RTX:
             return said
-        if self.plan.header.version[:2] < COMPATIBLE_SINCE:
+        if self.plan.header.version[:2] < V8_6:
             return f"{said}; plans of versions before 8.6 run on no other"
         if self.plan.header.version[:2] < compatible_since(numbers_of(flavour.version)):
             return f"{said}; the last version that runs plans of TensorRT {major} is TensorRT 10"

@@ -164,9 +164,7 @@ class CudaContext:
 
     def activate(self) -> None:
         self._origin.check(self._what)
-        code = driver.cuCtxSetCurrent(self._context)[0]
-        if code != _OK:
-            raise self.failed(code, f"making {self.name} the current device")
+        self.check(driver.cuCtxSetCurrent(self._context)[0], "making it the current device")
 
     def memory(self) -> MemoryFigures:
         self.activate()

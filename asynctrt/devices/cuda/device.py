@@ -21,12 +21,6 @@ QUEUES: Final = "32"
 DRIVER_MIN: Final = 12_000
 """The oldest supported driver, in the format of ``cuDriverGetVersion``: graph upload needs it."""
 
-CONCURRENCY: Final = 2
-"""The number of batches that keep a GPU busy: while one computes, the next is copied in and waits."""
-
-CONTEXTS: Final = 4
-"""One context each for the batch being copied in, computed and copied out, and a spare."""
-
 CLOSE_S: Final = 0.1
 """How long to wait for the device's private stream when the device is closed."""
 
@@ -54,8 +48,10 @@ class CudaDevice(CudaContext):
     is_pipelined = True
     prefers_graphs = True
     timing_is_free = False
-    concurrency = CONCURRENCY
-    contexts_default = CONTEXTS
+    concurrency = 2
+    """While one batch computes, the next is copied in and waits."""
+    contexts_default = 2 * concurrency
+    """One each for the batch being copied in, computed and copied out, and a spare."""
 
     def __init__(self, ordinal: int = 0, *, memory_nbytes: int | None = None) -> None:
         cuda_device = _initialise(ordinal)
@@ -252,9 +248,8 @@ def _initialise(ordinal: int) -> Any:
     version = int(driver.cuDriverGetVersion()[1])
     if version < DRIVER_MIN:
         raise DeviceUnavailableError(
-            f"cuda:{ordinal} cannot be used: the driver supports CUDA {version // 1000}."
-            f"{version % 1000 // 10}, and at least {DRIVER_MIN // 1000}.{DRIVER_MIN % 1000 // 10} is needed. "
-            "Update the NVIDIA driver"
+            f"cuda:{ordinal} cannot be used: the driver supports CUDA {_cuda_version(version)}, and at "
+            f"least {_cuda_version(DRIVER_MIN)} is needed. Update the NVIDIA driver"
         )
     count = int(driver.cuDeviceGetCount()[1])
     if ordinal >= count:
@@ -263,6 +258,11 @@ def _initialise(ordinal: int) -> Any:
             "CUDA_VISIBLE_DEVICES may hide others"
         )
     return driver.cuDeviceGet(ordinal)[1]
+
+
+def _cuda_version(number: int) -> str:
+    """Return a version in the driver's notation as text: 12040 is 12.4."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _is_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
