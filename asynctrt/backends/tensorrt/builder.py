@@ -190,8 +190,8 @@ def check_flavour(flavour: Flavour, options: BuildOptions) -> None:
         known = _gpus_of(flavour)
         if text not in known:
             raise OptionsError(
-                f"{title} does not build for compute capability {text}, but for {', '.join(known)}. For other "
-                "GPUs build with flavour='tensorrt', on one of them"
+                f"{title} does not build for compute capability {text}, but for {', '.join(known)}. For "
+                "other GPUs build with flavour='tensorrt', on one of them"
             )
 
 
