@@ -149,10 +149,7 @@ class _Interface:
 
 
 def require_initialised(interface: Any, kind: type[Any]) -> None:
-    """Check a callback object as the real bindings do.
-
-    :raises TypeError: if it is of the wrong class, or its base class was not initialised.
-    """
+    """Check a callback object as the real bindings do."""
     if not isinstance(interface, kind):
         raise TypeError(f"incompatible function arguments: a {kind.__name__} is expected, not {interface!r}")
     if not interface._is_initialised:
@@ -249,10 +246,7 @@ def oldest_plan(library: tuple[int, ...]) -> tuple[int, int]:
 
 
 def version_of(text: str) -> tuple[int, int, int, int]:
-    """Return the four numbers of a version.
-
-    :raises ValueError: unless there are four, each of which fits into a byte.
-    """
+    """Return the four numbers of a version, each of which fits into a byte."""
     if not re.fullmatch(r"\d+\.\d+\.\d+\.\d+", text):
         raise ValueError(f"{text!r} is not a version of TensorRT such as 11.4.0.106")
     major, minor, patch, build = (int(part) for part in text.split("."))
