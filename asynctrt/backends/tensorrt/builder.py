@@ -23,6 +23,7 @@ from asynctrt.backends.tensorrt.messages import (
     LogSubscription,
     TensorRTErrors,
     callback,
+    create_noting,
     implement,
     keep_alive,
     log_of,
@@ -245,12 +246,7 @@ def _flags(options: BuildOptions) -> list[str]:
 
 def _create(made: _Build) -> None:
     module, options = made.flavour.module, made.options
-    log = log_of(module)
-    try:
-        made.builder = module.Builder(log)
-        said = made.log.take()
-    except (RuntimeError, TypeError) as error:
-        said = (*made.log.take(), str(error))
+    made.builder, said = create_noting(module.Builder, module, made.log)
     if made.builder is None:
         raise DeviceUnavailableError(
             f"{made.flavour.title} cannot build here. It needs a GPU and its driver: check with nvidia-smi. "
@@ -261,7 +257,7 @@ def _create(made: _Build) -> None:
     # With an error recorder, destroying a network that a parser has filled crashes the process.
     made.network.error_recorder = None
     keep_alive(made.network, made.builder)
-    made.parser = module.OnnxParser(made.network, log)
+    made.parser = module.OnnxParser(made.network, log_of(module))
     keep_alive(made.parser, made.network)
     if options.version_compatible and asks_parser(made.flavour):
         made.parser.set_flag(module.OnnxParserFlag.NATIVE_INSTANCENORM)

@@ -284,6 +284,14 @@ def implement(ours: type[T], interface: Any, *args: Any, **settings: Any) -> T:
     return cast("T", Implementation())
 
 
+def create_noting(kind: Any, module: Any, told: LogSubscription) -> tuple[Any, tuple[str, ...]]:
+    """Create a runtime or a builder, and return it with the errors: TensorRT only logs that CUDA fails."""
+    try:
+        return kind(log_of(module)), told.take()
+    except (RuntimeError, TypeError) as error:
+        return None, (*told.take(), str(error))
+
+
 def keep_alive(user: Any, *used: Any) -> None:
     """Keep everything in ``used`` alive as long as ``user`` lives, whatever else refers to ``user``.
 

@@ -28,6 +28,7 @@ from asynctrt.backends.tensorrt.memory import (
 from asynctrt.backends.tensorrt.messages import (
     LogSubscription,
     TensorRTErrors,
+    create_noting,
     keep_alive,
     log_of,
     make_recorder,
@@ -253,11 +254,7 @@ def _create_cache(loaded: Loaded) -> KernelCache | None:
 
 def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> Any:
     """Create TensorRT's ``Runtime``. If CUDA fails, TensorRT logs an error and creates an empty object."""
-    try:
-        runtime = flavour.module.Runtime(log_of(flavour.module))
-        said = log.take()
-    except (RuntimeError, TypeError) as error:
-        runtime, said = None, (*log.take(), str(error))
+    runtime, said = create_noting(flavour.module.Runtime, flavour.module, log)
     if runtime is None or said:
         # Never destroyed, because TensorRT 11.4 crashes in the destructor of the empty object.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))

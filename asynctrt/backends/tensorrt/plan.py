@@ -95,7 +95,12 @@ def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Pl
     else:
         path = Path(plan)
         where, name = repr(str(path)), path.stem
-        content = _read_file(path)
+        with opened(path) as file:
+            # Refuse a file that is not a plan before reading all of it, however large it is.
+            read_header(file.read(HEADER_NBYTES), where=where, nbytes=os.fstat(file.fileno()).st_size)
+            file.seek(0)
+            # Not memory-mapped, because truncating a mapped file would kill the process.
+            content = file.read()
     return Plan(where, name, content, read_header(content, where=where), path)
 
 
@@ -149,15 +154,6 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         raise ModelError(
             f"{str(path)!r} cannot be read: {error.strerror}. Check its owner and mode"
         ) from error
-
-
-def _read_file(path: Path) -> bytes:
-    with opened(path) as file:
-        # Refuse a file that is not a plan before reading all of it, however large it is.
-        read_header(file.read(HEADER_NBYTES), where=repr(str(path)), nbytes=os.fstat(file.fileno()).st_size)
-        file.seek(0)
-        # Not memory-mapped, because truncating a mapped file would kill the process.
-        return file.read()
 
 
 def _guess(content: bytes) -> str:

@@ -277,11 +277,12 @@ class CudaContext:
 
     def free_pinned(self, address: int) -> None:
         """Free a pinned block through :meth:`Gpu.free`. May be called from any thread at any time."""
-        self._gpu.free(partial(self._free_pinned, address))
+        self._gpu.free(partial(self._call_within, driver.cuMemFreeHost, address))
 
-    def _free_pinned(self, address: int) -> None:
+    def _call_within(self, call: Callable[..., Any], *args: int) -> None:
+        """Call the driver in this context, whatever context the calling thread has."""
         driver.cuCtxPushCurrent(self._context)
-        driver.cuMemFreeHost(address)
+        call(*args)
         driver.cuCtxPopCurrent()
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
@@ -289,20 +290,13 @@ class CudaContext:
         self.activate()
         code = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)[0]
         self.check(code, f"pinning {nbytes} bytes that are shared with another process")
-        return partial(self._gpu.free, partial(self._unpin, address))
-
-    def _unpin(self, address: int) -> None:
-        driver.cuCtxPushCurrent(self._context)
-        driver.cuMemHostUnregister(address)
-        driver.cuCtxPopCurrent()
+        return partial(self._gpu.free, partial(self._call_within, driver.cuMemHostUnregister, address))
 
     def free_in_order(self, address: int, nbytes: int, stream: int) -> None:
         """Free stream-ordered memory once a stream has done its work so far."""
         if self._gpu.lost is not None:
             return
-        driver.cuCtxPushCurrent(self._context)
-        driver.cuMemFreeAsync(address, stream)
-        driver.cuCtxPopCurrent()
+        self._call_within(driver.cuMemFreeAsync, address, stream)
         self.count_out(nbytes)
 
     def check(self, code: Any, what: str) -> None:
