@@ -8,19 +8,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt._util.files import is_there, open_regular
 from asynctrt._util.validation import PATH
+from asynctrt.backends.model_file import opened
 from asynctrt.backends.onnx_objects import is_session, shown
 from asynctrt.backends.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions
 from asynctrt.devices.host import cores
 from asynctrt.errors import (
-    DESCRIBED_MAX,
     DeviceUnavailableError,
     MissingExtraError,
     ModelError,
-    ModelNotFoundError,
     OptionsError,
-    bounded,
     show,
 )
 
@@ -79,18 +76,8 @@ class Source:
             return
         self.path = PATH("path", given)
         self.what = str(self.path)
-        try:
-            # ONNX Runtime would block on a pipe.
-            open_regular(self.path).close()
-        except (OSError, ValueError) as error:
-            path = bounded(str(self.path), DESCRIBED_MAX // 2)
-            if is_there(self.path):
-                why = error.strerror if isinstance(error, OSError) else error
-                raise ModelError(f"{path!r} cannot be read: {why}") from error
-            raise ModelNotFoundError(
-                f"there is no file {path!r}. Give the path of an .onnx file; the working "
-                f"directory is {str(Path.cwd())!r}"
-            ) from error
+        with opened(self.path):
+            pass  # ONNX Runtime would block on a pipe.
 
     def __str__(self) -> str:
         return self._shown

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from asynctrt._util.files import is_there, write_whole
 from asynctrt.backends.build_options import BuildOptions
+from asynctrt.backends.model_file import opened
 from asynctrt.backends.onnx_objects import external_names
 from asynctrt.backends.registry import PLAN_SUFFIXES
 from asynctrt.backends.tensorrt.build_process import build_in_process
 from asynctrt.backends.tensorrt.builder import Built, Report
 from asynctrt.backends.tensorrt.manifest import Manifest, NamedTensor, manifest_path
-from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
 from asynctrt.backends.tensorrt.trust import record
 from asynctrt.core.loading import find_device

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
+from asynctrt.backends.model_file import opened
 from asynctrt.backends.registry import ONNX
 from asynctrt.backends.tensorrt.manifest import Manifest, find_manifest
 from asynctrt.backends.tensorrt.plan import (
     HEADER_NBYTES,
     capability_text,
     is_plan,
-    opened,
     read_header,
 )
 

@@ -7,15 +7,12 @@ truncated one, another version, another GPU.
 
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
-from asynctrt._util.files import open_regular
-from asynctrt.errors import ModelError, ModelNotFoundError
+from asynctrt.backends.model_file import opened
+from asynctrt.errors import ModelError
 
 HEADER_NBYTES: Final = 64
 """The value of ``Runtime.engine_header_size`` in packages that have it."""
@@ -135,25 +132,6 @@ def is_plan(beginning: bytes) -> bool:
 def capability_text(capability: tuple[int, int]) -> str:
     """Return a compute capability as NVIDIA writes it: ``9.0``."""
     return f"{capability[0]}.{capability[1]}"
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a plan or another model file for reading."""
-    try:
-        with open_regular(path) as file:
-            yield file
-    except FileNotFoundError as error:
-        raise ModelNotFoundError(
-            f"there is no file {str(path)!r}. Give the path of a TensorRT plan or an .onnx file; the working "
-            f"directory is {str(Path.cwd())!r}"
-        ) from error
-    except IsADirectoryError as error:
-        raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of a file in it") from error
-    except OSError as error:
-        raise ModelError(
-            f"{str(path)!r} cannot be read: {error.strerror}. Check its owner and mode"
-        ) from error
 
 
 def _guess(content: bytes) -> str:
