@@ -63,7 +63,7 @@ def _dims(value: Any) -> tuple[tuple[str, tuple[int, int, int]], ...]:
         if not isinstance(name, str) or not name or not SIZES.fullmatch(sizes):
             raise ValueError
         numbers = [int(number) for number in sizes.split(":")]
-        low, best, high = numbers if len(numbers) == 3 else numbers * 3
+        low, best, high = numbers if len(numbers) > 1 else numbers * 3
         if not 1 <= low <= best <= high:
             raise ValueError
         found.append((name, (low, best, high)))

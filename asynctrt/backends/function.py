@@ -181,10 +181,7 @@ class FunctionModel(ModelBase):
 
 
 class FunctionContext:
-    """A context of a :class:`FunctionModel`. It has no state, so any number can exist.
-
-    :param loop: the event loop that opens the engine, for batches that run before it is ready.
-    """
+    """A context without state, so any number can exist. ``loop`` runs batches before the engine is ready."""
 
     def __init__(self, model: FunctionModel, loop: asyncio.AbstractEventLoop | None) -> None:
         self._model = model
@@ -257,13 +254,7 @@ class FunctionBinding:
 
 
 class Coroutine(Unfinished):
-    """An awaitable that the function returned. It runs on the loop that enqueued its batch.
-
-    :param awaitable: returns the function's outputs.
-    :param outputs: the outputs of the batch, which the result completes.
-    :param loop: the engine's event loop.
-    :param name: the model, for the log.
-    """
+    """An awaitable from the function that completes the outputs of its batch on the engine's event loop."""
 
     def __init__(
         self,
@@ -337,10 +328,7 @@ class Coroutine(Unfinished):
 
 
 class Watched:
-    """An awaitable whose steps are timed: a step that blocks the loop for long is logged.
-
-    :param name: the model, for the log.
-    """
+    """An awaitable whose steps are timed: a step that blocks the loop for long is logged."""
 
     def __init__(self, awaitable: Awaitable[Any], name: str) -> None:
         self._awaitable = awaitable
@@ -389,11 +377,7 @@ def own_error(error: BaseException) -> BaseException:
 
 
 class Outputs(Mapping[str, Array]):
-    """The outputs of one batch, as passed to a function: arrays by name, to write into or to assign to.
-
-    :param memory: the memory of each output.
-    :param rows: the number of rows of the batch.
-    """
+    """The outputs of one batch, as passed to a function: arrays by name, to write into or to assign to."""
 
     __slots__ = ("_arrays", "_marked", "_memory", "_rows")
 
@@ -433,11 +417,7 @@ class Outputs(Mapping[str, Array]):
         return f"<Outputs of {self._rows} rows: {', '.join(self._memory)}>"
 
     def finish(self, given: object) -> None:
-        """Store the function's return value, and check that every row of every output was set.
-
-        :raises ExecutionError: if a row was not set, or if the shape or dtype of an array differs from that
-            of its output.
-        """
+        """Store the function's return value, and check that every row of every output was set."""
         if given is not None and given is not self:
             self._store_all(given)
         for memory in self._marked:
@@ -510,10 +490,7 @@ class OutputMemory:
         """The places of the marks."""
 
     def hand_out(self, rows: int) -> Array:
-        """Fill the first `rows` rows with marks, so that no data of an earlier batch is left.
-
-        :returns: a view of these rows for the function to write into.
-        """
+        """Fill the first `rows` rows with marks, so that no earlier data is left, and return a view."""
         if not self.mark:
             self._rows, self.mark = 0, self._draw()
         if rows != self._rows:
@@ -535,11 +512,7 @@ class OutputMemory:
         return int(np.logical_or.reduceat(found, range(0, found.size, self._row_nbytes)).sum())
 
     def store(self, value: object, rows: int) -> Array:
-        """Copy `value` into the first `rows` rows.
-
-        :returns: a view of these rows.
-        :raises ExecutionError: if its shape differs, or if the output's dtype cannot hold its values.
-        """
+        """Copy `value` into the first `rows` rows, and return a view of them."""
         target = self._array[:rows]
         array = value if isinstance(value, np.ndarray) else self._converted(value)
         if array.shape != target.shape:
@@ -611,10 +584,7 @@ def _calls_of(function: BatchFunction) -> tuple[Any, ...]:
 
 
 def refuse_generators(function: BatchFunction) -> None:
-    """Check that a function returns its outputs at once.
-
-    :raises ModelError: for a generator function, asynchronous or not.
-    """
+    """Check that a function returns its outputs at once."""
     for kind in _calls_of(function):
         if inspect.isgeneratorfunction(kind) or inspect.isasyncgenfunction(kind):
             raise ModelError(
@@ -628,8 +598,6 @@ def _takes_outputs(function: BatchFunction) -> bool:
 
     An optional second parameter belongs to the function, unless it is called ``outputs``. A function without
     a signature, or with only ``*args``, gets both.
-
-    :raises ModelError: if it accepts neither.
     """
     try:
         signature = inspect.signature(function)

@@ -78,11 +78,7 @@ class Arg(NamedTuple):
 
 
 def read_axes(name: str, inputs: Sequence[Any], outputs: Sequence[Any], options: OnnxOptions) -> Axes:
-    """Return the specs that ONNX Runtime's ``NodeArg`` objects describe, and what is known about their rows.
-
-    :raises OptionsError: if the options name a tensor or an axis that the model does not have.
-    :raises ModelError: for a type that NumPy cannot hold.
-    """
+    """Return the specs that ONNX Runtime's ``NodeArg`` objects describe, and what is known about rows."""
     given = [_read(name, "input", arg) for arg in inputs]
     results = [_read(name, "output", arg) for arg in outputs]
     if not results:

@@ -61,18 +61,14 @@ def shown(model: object) -> str:
 
 
 def external_names(file: BinaryIO) -> Iterator[str]:
-    """Iterate over the names of external files with weights in an ONNX file, reading it part by part.
-
-    It searches for the bytes with which ONNX writes such a name, so that no parser is needed. It may find
-    other texts as well.
-    """
+    """Yield the names of external files with weights in an ONNX file, and other texts that look like one."""
     content = b""
     while part := file.read(PART_NBYTES):
         content = content[-2 * PATH_MAX :] + part
         for found in EXTERNAL.finditer(content):
             length, at, shift = 0, found.end(), 0
             while at < len(content):
-                length |= (content[at] & 0x7F) << shift
+                length |= content[at] % MORE << shift
                 shift, at = shift + 7, at + 1
                 if content[at - 1] < MORE:
                     break

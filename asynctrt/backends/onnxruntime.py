@@ -7,6 +7,7 @@ requests that run alone, go through ``run``, which returns their outputs.
 
 import copy
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from asynctrt.backends.base import Binding, Capabilities, ExecutionContext, ModelBase, TensorMemory
-from asynctrt.backends.onnx_axes import (
-    ML_DTYPES,
-    Axes,
-    declared,
-    read_axes,
-    read_whole_axes,
-)
+from asynctrt.backends.onnx_axes import ML_DTYPES, Axes, declared, read_axes, read_whole_axes
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import CPU, OnnxOptions
 from asynctrt.backends.onnxruntime_session import (
@@ -167,7 +162,24 @@ class OnnxContext:
         self._session = None
 
 
-class OnnxBinding:
+class HostBinding(ABC):
+    """A session whose batches run on streams of the host device."""
+
+    def __init__(self, session: ort.InferenceSession, inputs: tuple[TensorMemory, ...], kind: object) -> None:
+        self._session = session
+        self._inputs = inputs
+        self._output_names = [output.name for output in session.get_outputs()]
+        self._kind = kind, tuple(memory.dims for memory in inputs)
+
+    def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
+        assert isinstance(stream, HostStream)
+        stream.launch(partial(self._run, rows), label=(self._kind, rows), run_on="auto")
+
+    @abstractmethod
+    def _run(self, rows: int) -> None: ...
+
+
+class OnnxBinding(HostBinding):
     """An ``IOBinding`` to one set of slab memory, rebound when the number of rows changes."""
 
     def __init__(
@@ -177,23 +189,16 @@ class OnnxBinding:
         outputs: tuple[TensorMemory | None, ...],
         kind: object,
     ) -> None:
-        self._session = session
-        self._inputs = inputs
+        super().__init__(session, inputs, kind)
         self._outputs = outputs
-        self._output_names = [output.name for output in session.get_outputs()]
         self._bound_outputs = [(index, memory) for index, memory in enumerate(outputs) if memory is not None]
         self._has_unbound = len(self._bound_outputs) < len(outputs)
         # Bind outputs without memory of ours anew for each batch. Otherwise ONNX Runtime would write the next
         # batch into the results of the previous one. Do so with all memory unless the CPU provider runs
         # everything: the plugin of OpenVINO 1.8 keeps the outputs of its first run, whatever the inputs are.
         self._rebinds = self._has_unbound or session.get_providers() != [CPU]
-        self._kind = kind, tuple(memory.dims for memory in inputs)
         self._binding = session.io_binding()
         self._bound_rows = 0
-
-    def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
-        assert isinstance(stream, HostStream)
-        stream.launch(partial(self._run, rows), label=(self._kind, rows), run_on="auto")
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         if not self._has_unbound:
@@ -243,10 +248,7 @@ class OnnxBinding:
 
 
 def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Return the shape that an output is bound with, after checking that the result has it.
-
-    :raises ExecutionError: if it has another shape.
-    """
+    """Return the shape that an output is bound with, after checking that the result has it."""
     shape = memory.shape(rows)
     if tuple(found) != shape:
         raise ExecutionError(
@@ -256,20 +258,13 @@ def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tupl
     return shape
 
 
-class OnnxRunBinding:
+class OnnxRunBinding(HostBinding):
     """A session that is called with arrays and returns new values of any shape and type."""
 
     def __init__(self, session: ort.InferenceSession, inputs: tuple[TensorMemory, ...], kind: object) -> None:
-        self._session = session
-        self._inputs = inputs
+        super().__init__(session, inputs, kind)
         self._kinds = {value.name: value.type for value in session.get_inputs()}
-        self._output_names = [output.name for output in session.get_outputs()]
-        self._kind = kind, tuple(memory.dims for memory in inputs)
         self._values: Sequence[Any] = ()
-
-    def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
-        assert isinstance(stream, HostStream)
-        stream.launch(partial(self._run, rows), label=(self._kind, rows), run_on="auto")
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Any]:
         values, self._values = self._values, ()

@@ -146,11 +146,8 @@ class OnnxCudaModel(StreamedOnnxModel):
     def host_twin(self) -> OnnxModel:
         """Return the same model on the CPU, with all cores, to try made-up rows on it. Blocks.
 
-        The first one takes the session that read names and types.
-
-        ONNX Runtime's CUDA provider (1.31) may end the process after a failed run.
-
-        :raises ModelError: if the CPU provider lacks its operators.
+        The CUDA provider (1.31) may end the process after a failed run. The first twin takes the session that
+        read names and types.
         """
         read, self._read = self._read, None
         if read is not None:
@@ -193,11 +190,7 @@ class OnnxCudaModel(StreamedOnnxModel):
             )
 
     def load_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "CudaSession":
-        """Load a session on ``stream``, within the available memory.
-
-        :raises DeviceMemoryError: if it does not fit.
-        :raises DeviceLostError, DeviceUnavailableError, ModelError: for other failures.
-        """
+        """Load a session on ``stream``, within the available memory."""
         assert isinstance(device, CudaDevice)
         assert isinstance(stream, CudaStream)
         device.activate()
@@ -336,12 +329,7 @@ class OnnxCudaModel(StreamedOnnxModel):
 
 
 class CudaSession(StreamSession):
-    """A session of the CUDA provider. Its memory counts towards the device's budget.
-
-    :param nbytes: the GPU memory that loading it took.
-    :param random: the operators of the model that draw random numbers.
-    :param has_one_size: whether all its batches have one size.
-    """
+    """A session of the CUDA provider. The memory that loading it took counts towards the device's budget."""
 
     def __init__(
         self,
@@ -373,10 +361,7 @@ class CudaSession(StreamSession):
         """The latest batch since the session was last settled."""
 
     def put(self, binding: Any, stream: Stream, batch: Batch) -> None:
-        """Enqueue a run. Wait for it if ONNX Runtime must free or copy something afterwards.
-
-        :raises ExecutionError: also if the stream captures and the captured work cannot be replayed.
-        """
+        """Enqueue a run. Wait for it if ONNX Runtime must free or copy something afterwards."""
         self._left = batch
         if stream.is_capturing:
             self._put_in_graph(binding)
@@ -499,10 +484,7 @@ def _run_options(*, waits: bool) -> ort.RunOptions:
 
 
 def _check_providers(options: OnnxOptions) -> None:
-    """Check that all providers can work on GPU memory.
-
-    :raises OptionsError: if not.
-    """
+    """Check that all providers can work on GPU memory."""
     names = [name for name, _ in options.providers if name not in (CUDA, CPU)]
     if TENSORRT in names:
         raise OptionsError(
@@ -518,10 +500,7 @@ def _check_providers(options: OnnxOptions) -> None:
 
 
 def check_provider() -> None:
-    """Check that the installed ONNX Runtime has the CUDA provider, and load the CUDA libraries for it.
-
-    :raises MissingExtraError: if it lacks the provider.
-    """
+    """Check that the installed ONNX Runtime has the CUDA provider, and load the CUDA libraries for it."""
     if not has_provider():
         raise MissingExtraError(
             f"ONNX models on a GPU need ONNX Runtime's CUDA provider, which the installed package "
@@ -551,11 +530,7 @@ def has_provider() -> bool:
 def provider_settings(
     ordinal: int, stream: int, limit_nbytes: int, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the provider's options for a session on a stream.
-
-    :param limit_nbytes: the maximum size of its arena, regardless of ``given``.
-    :param given: options that override ours.
-    """
+    """Return the provider's options for a session on a stream. The limit applies whatever is ``given``."""
     return {
         "device_id": str(ordinal),
         "user_compute_stream": str(stream),

@@ -1,10 +1,4 @@
-"""The creation of ONNX Runtime sessions: their sources and options. This module imports ``onnxruntime``.
-
-::
-
-    source = Source("model.onnx")
-    session = source.load(session_options(given), given.providers)
-"""
+"""The creation of ONNX Runtime sessions: their sources and options. This module imports ``onnxruntime``."""
 
 import logging
 import os
@@ -14,19 +8,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt._util.files import is_there, open_regular
 from asynctrt._util.validation import PATH
+from asynctrt.backends.model_file import opened
 from asynctrt.backends.onnx_objects import is_session, shown
 from asynctrt.backends.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions
 from asynctrt.devices.host import cores
 from asynctrt.errors import (
-    DESCRIBED_MAX,
     DeviceUnavailableError,
     MissingExtraError,
     ModelError,
-    ModelNotFoundError,
     OptionsError,
-    bounded,
     show,
 )
 
@@ -69,12 +60,7 @@ Providers = Sequence[tuple[str, Mapping[str, str]]]
 
 
 class Source:
-    """The source of a model's sessions: a file, the content of one, or an existing session.
-
-    :param given: a path, bytes or an ``onnxruntime.InferenceSession``.
-    :raises OptionsError: for anything else.
-    :raises ModelNotFoundError: if the file does not exist.
-    """
+    """The source of a model's sessions: a file, the content of one, or an existing session."""
 
     def __init__(self, given: Any) -> None:
         self.session: ort.InferenceSession | None = given if is_session(given) else None
@@ -90,18 +76,8 @@ class Source:
             return
         self.path = PATH("path", given)
         self.what = str(self.path)
-        try:
-            # ONNX Runtime would block on a pipe.
-            open_regular(self.path).close()
-        except (OSError, ValueError) as error:
-            path = bounded(str(self.path), DESCRIBED_MAX // 2)
-            if is_there(self.path):
-                why = error.strerror if isinstance(error, OSError) else error
-                raise ModelError(f"{path!r} cannot be read: {why}") from error
-            raise ModelNotFoundError(
-                f"there is no file {path!r}. Give the path of an .onnx file; the working "
-                f"directory is {str(Path.cwd())!r}"
-            ) from error
+        with opened(self.path):
+            pass  # ONNX Runtime would block on a pipe.
 
     def __str__(self) -> str:
         return self._shown
@@ -111,12 +87,7 @@ class Source:
         return self.path.stem if self.path is not None else str(session.get_modelmeta().graph_name) or "model"
 
     def load(self, options: ort.SessionOptions, providers: Providers = ()) -> ort.InferenceSession:
-        """Create a session, or return the one that was given. Blocks.
-
-        :param providers: the providers to use. Default: the CPU provider.
-        :raises MissingExtraError: if the installed ONNX Runtime lacks one of them.
-        :raises DeviceUnavailableError: if one of them cannot be loaded.
-        """
+        """Create a session, by default on the CPU provider, or return the one that was given. Blocks."""
         if self.session is not None:
             return self.session
         providers = providers or [(CPU, {})]
@@ -146,11 +117,7 @@ class Source:
 
 
 def session_options(given: OnnxOptions) -> ort.SessionOptions:
-    """Return ONNX Runtime's object for these options. This loads libraries that they name.
-
-    :raises MissingExtraError: if a package that contains such a library is not installed.
-    :raises OptionsError: if a library is not of the kind that ONNX Runtime expects.
-    """
+    """Return ONNX Runtime's object for these options. This loads libraries that they name."""
     options = ort.SessionOptions()
     options.log_severity_level = LOG_FATAL_ONLY
     options.intra_op_num_threads = 1 if given.intra_op_num_threads is None else given.intra_op_num_threads
@@ -174,10 +141,7 @@ def threads_of(session: ort.InferenceSession) -> int:
 
 
 def check_available(names: Sequence[str]) -> None:
-    """Check that the installed ONNX Runtime has these providers.
-
-    :raises MissingExtraError: if it lacks one; the message lists those available.
-    """
+    """Check that the installed ONNX Runtime has these providers."""
     there = ort.get_available_providers()
     for name in names:
         if name not in there:
@@ -189,12 +153,7 @@ def check_available(names: Sequence[str]) -> None:
 
 
 def check_loaded(session: ort.InferenceSession, names: Sequence[str], model: str) -> None:
-    """Check that a session has the requested providers, because ONNX Runtime continues without missing ones.
-
-    Log a warning for a provider that runs no node of the model.
-
-    :raises DeviceUnavailableError: if it lacks one.
-    """
+    """Refuse a session without a requested provider, and warn of a provider that runs no node."""
     has = session.get_providers()
     for name in names:
         if name not in has:
@@ -212,10 +171,7 @@ def check_loaded(session: ort.InferenceSession, names: Sequence[str], model: str
 
 
 def check_host_providers(providers: Providers) -> None:
-    """Check that the providers work on CPU memory.
-
-    :raises OptionsError: for providers that work on GPU memory.
-    """
+    """Check that the providers work on CPU memory."""
     for name, _ in providers:
         if name in (CUDA, TENSORRT):
             instead = "the same options" if name == CUDA else "runtime='tensorrt'"

@@ -1,13 +1,5 @@
 """ONNX models with an ONNX Runtime session per stream: the part that is the same on every device.
 
-::
-
-    model = OnnxCudaModel("model.onnx", device=device)  # a StreamedOnnxModel
-    context = model.create_context_on(device, stream)  # loads a session that works on that stream
-    binding = context.bind(inputs, outputs)
-    binding.enqueue(8, profile=None, stream=stream, arena=None)
-    context.close()  # ends the session; the stream is closed after it
-
 A session holds its stream and must end before it: ONNX Runtime waits for the stream when a session ends, and
 crashes the process if the stream is gone. So only :class:`StreamSession` refers to a session, and keeps it
 alive until it is closed, whatever the garbage collector finds. Exceptions raised here carry no frame that
@@ -30,16 +22,14 @@ from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.onnx_objects import OnnxObject, is_session
 from asynctrt.backends.onnx_options import NO_FALLBACK, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel, checked_shape, element_type, ort
-from asynctrt.devices.base import Buffer, Device, Stream, aligned
+from asynctrt.backends.unbound import UnboundOutput
+from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.errors import ExecutionError, UsageError
 from asynctrt.tensors import Array, Dims, TensorSpec, shape_of
 
 
 class StreamedOnnxModel(OnnxModel):
-    """An ONNX model with a session per stream. A subclass defines how to create and run a session.
-
-    :param path: as for :class:`OnnxModel`, but not a session, because each stream needs its own.
-    """
+    """An ONNX model with a session per stream. A subclass defines how to create and run a session."""
 
     capabilities = replace(OnnxModel.capabilities, is_per_stream=True, is_traced=True, enqueue_may_block=True)
 
@@ -74,10 +64,7 @@ class StreamedOnnxModel(OnnxModel):
 
     @property
     def session(self) -> ort.InferenceSession:
-        """Not available, because each session belongs to a stream.
-
-        :raises UsageError: always.
-        """
+        """Raise a ``UsageError``: each session belongs to a stream."""
         raise UsageError(f"{self!r} has a session for each stream, and lends none of them")
 
     def create_context(self, device: Device) -> "StreamContext":
@@ -114,11 +101,8 @@ class StreamedOnnxModel(OnnxModel):
         self._closed = True
 
     def start_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "StreamSession":
-        """Load a session on ``stream`` for one context, which must close it.
-
-        :param sizes: the sizes of dimensions that are fixed in this session, by their names in the file.
-        :raises UsageError: if the model is closed.
-        """
+        """Load a session on ``stream`` for one context, which must close it. ``sizes`` fixes dimensions by
+        name."""
         if self._closed:
             raise UsageError(f"{self!r} is closed. Load it again: {type(self).__name__}({self.source})")
         with self._loading:
@@ -128,10 +112,7 @@ class StreamedOnnxModel(OnnxModel):
 
     @abstractmethod
     def check_device(self, device: Device) -> None:
-        """Check that the model runs on this device.
-
-        :raises DeviceUnavailableError: if not.
-        """
+        """Raise a ``DeviceUnavailableError`` if the model does not run on this device."""
 
     @abstractmethod
     def load_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "StreamSession":
@@ -139,10 +120,7 @@ class StreamedOnnxModel(OnnxModel):
 
 
 def refuse_session(given: object) -> None:
-    """Refuse a session that was created before its stream.
-
-    :raises UsageError: for any session.
-    """
+    """Refuse a session that was created before its stream."""
     if is_session(given):
         raise UsageError(
             "on a GPU each context needs a session that works on its own stream, and a session of ONNX "
@@ -163,11 +141,8 @@ class Batch(NamedTuple):
 
 
 class StreamSession:
-    """A session on its stream. Only :meth:`close` ends it.
-
-    :param memory: ONNX Runtime's name for the memory that tensors are bound in: ``cuda``, ``cpu``.
-    :param ordinal: the number of the device for that memory.
-    """
+    """A session on its stream, which only :meth:`close` ends. Its tensors are in ``memory``: ``cuda``,
+    ``cpu``."""
 
     def __init__(
         self, session: ort.InferenceSession, stream: Stream, *, memory: str, ordinal: int, name: str
@@ -194,11 +169,8 @@ class StreamSession:
         return self._session is not None
 
     def settle(self, binding: Any = None) -> bool:
-        """Finish what runs have left to do, and return whether that succeeded. Blocks.
-
-        :param binding: a binding whose memory still exists, so that its batch can be run again. Default:
-            none.
-        """
+        """Finish what runs have left to do, by running ``binding`` again if given; return whether that
+        succeeded."""
         return True
 
     @property
@@ -213,10 +185,7 @@ class StreamSession:
         return self._session.io_binding()
 
     def put(self, binding: Any, stream: Stream, batch: Batch) -> None:
-        """Enqueue a run.
-
-        :raises AsynctrtError: as converted by :meth:`error_of`.
-        """
+        """Enqueue a run."""
         self.run(binding, None)
 
     def run(self, binding: Any, options: Any) -> None:
@@ -249,10 +218,8 @@ class StreamSession:
 
 
 class StreamContext:
-    """A context with a session on its stream, which it loads at the first batch at the latest.
-
-    :param sizes: the sizes of dimensions that are fixed in this context, by their names in the file.
-    """
+    """A context on one stream. Its session is loaded at the first batch at the latest; ``sizes`` are fixed in
+    it."""
 
     def __init__(
         self, model: StreamedOnnxModel, device: Device, sizes: Mapping[str, int] | None = None
@@ -287,11 +254,7 @@ class StreamContext:
         return found
 
     def settle(self, binding: Any = None) -> None:
-        """Finish what runs have left to do, and free their memory. Blocks.
-
-        :param binding: as for :meth:`StreamSession.settle`.
-        :raises ExecutionError: if the batch of that binding does not come to rest.
-        """
+        """Finish what runs have left to do, and free their memory. Blocks."""
         if self._session is not None and not self._session.settle(binding) and binding is not None:
             raise ExecutionError(f"{self._session!r} does not come to rest")
 
@@ -328,7 +291,7 @@ class StreamBinding:
         self._kinds = tuple((memory.name, memory.dtype, memory.dims, memory.axis) for memory in inputs)
         self._bound: dict[int, Any] = {}
         self._unbound = {
-            index: UnboundOutput(spec, context.device)
+            index: OnnxOutput(spec, context.device)
             for index, (spec, memory) in enumerate(outputs)
             if memory is None
         }
@@ -367,10 +330,7 @@ class StreamBinding:
         return {output.name: output.take() for output in self._unbound.values()}
 
     def settle(self) -> None:
-        """Finish what earlier batches have left to do, as for a ``TracedBinding``. Blocks.
-
-        :raises ExecutionError: if that does not succeed.
-        """
+        """Finish what earlier batches have left to do. Blocks."""
         for binding in self._bound.values():
             self._context.settle(binding)
 
@@ -392,8 +352,6 @@ class StreamBinding:
         """Copy each output that ONNX Runtime put elsewhere to its bound memory.
 
         ONNX Runtime does that with outputs computed on the CPU, and with an output that is also an input.
-
-        :raises ExecutionError: if the shape of an output differs from the bound shape.
         """
         for value, (_, memory) in zip(binding.get_outputs(), self._outputs, strict=True):
             if memory is not None and value.data_ptr() != memory.address:
@@ -427,10 +385,7 @@ class StreamBinding:
 
 
 def _check_can_be_captured(session: StreamSession) -> None:
-    """Check that ONNX Runtime makes no copies outside a run: a graph would not repeat them.
-
-    :raises ExecutionError: if it does.
-    """
+    """Check that ONNX Runtime makes no copies outside a run: a graph would not repeat them."""
     if session.read_on_cpu:
         names = ", ".join(sorted(session.read_on_cpu))
         raise ExecutionError(f"{session.name!r} has inputs that operators on the CPU read: {names}")
@@ -439,67 +394,18 @@ def _check_can_be_captured(session: StreamSession) -> None:
         raise ExecutionError(f"{session.name!r} has outputs that ONNX Runtime has on the CPU: {names}")
 
 
-class UnboundOutput:
-    """An output in ONNX Runtime's memory, with a shape that depends on the data. We copy it to the host."""
-
-    def __init__(self, spec: TensorSpec, device: Device) -> None:
-        self._spec = spec
-        self._device = device
-        self._staging: Buffer | None = None
-        self._shape: Dims | None = None
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-        return self._spec.name
+class OnnxOutput(UnboundOutput):
+    """An output without bound memory, which ONNX Runtime allocates."""
 
     def collect(self, binding: Any, index: int, rows: int, stream: Stream) -> None:
-        """Enqueue the copy to the host on ``stream``, after the batch that was just enqueued.
-
-        :raises ExecutionError: if the shape is not that of ``rows`` rows of the spec.
-        """
+        """Enqueue the copy to the host on ``stream``, after the batch that was just enqueued."""
         self._shape = None
         value = binding.get_outputs()[index]
         shape = tuple(value.shape())
-        self._check(shape, rows)
-        nbytes = math.prod(shape) * self._spec.dtype.itemsize
-        if nbytes:
-            if self._staging is None or self._staging.nbytes < nbytes:
-                held = 0 if self._staging is None else self._staging.nbytes
-                self._free()
-                self._staging = self._device.allocate_staging(aligned(max(nbytes, 2 * held)))
-            stream.copy_bytes(self._staging.address, value.data_ptr(), nbytes)
-        self._shape = shape
-
-    def take(self) -> Array:
-        """Return the output of the finished batch. It can be taken once per batch.
-
-        :raises ExecutionError: if there is no output.
-        """
-        shape, self._shape = self._shape, None
-        if shape is None:
-            raise ExecutionError(f"output {self.name!r} does not exist: no batch was enqueued for it")
-        if not math.prod(shape):
-            return np.empty(shape, self._spec.dtype)
-        assert self._staging is not None, "collect() has put the copy on the stream"
-        return self._staging.array(self._spec.dtype, shape, 0).copy()
-
-    def close(self) -> None:
-        """Free its memory. Idempotent."""
-        self._free()
-
-    def _check(self, shape: Dims, rows: int) -> None:
-        if self._spec.axis is None:
-            return  # Any shape is valid for a request that runs alone.
-        expected = self._spec.shape(rows)
-        if len(shape) != len(expected) or any(
-            not isinstance(dim, str) and dim != found for dim, found in zip(expected, shape, strict=True)
-        ):
+        if not self._is_expected(shape, rows):
             raise ExecutionError(
-                f"ONNX Runtime gave shape {tuple(shape)} for output {self._spec}, in a batch of {rows} rows"
+                f"ONNX Runtime gave shape {shape} for output {self._spec}, in a batch of {rows} rows"
             )
-
-    def _free(self) -> None:
-        if self._staging is not None:
-            self._staging.close()
-            self._staging = None
+        if nbytes := self._nbytes(shape):
+            self._stage(value.data_ptr(), nbytes, stream)
+        self._shape = shape

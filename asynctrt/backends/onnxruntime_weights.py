@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from asynctrt.backends.onnxruntime import ort
-from asynctrt.devices.base import Buffer, Device, Stream, aligned, mib
+from asynctrt.devices.base import COPY_S, Buffer, Device, Stream, aligned, mib
 from asynctrt.errors import DeviceError, DeviceLostError
 
 SHARED_NBYTES_MIN: Final = 16 << 20
@@ -24,8 +24,6 @@ SHARED_NBYTES_MIN: Final = 16 << 20
 
 WEIGHT_NBYTES_MIN: Final = 1 << 16
 """Smaller weights are not shared: many are constants that the CPU reads when it loads a model."""
-
-COPY_S: Final = 60.0
 
 MODEL: Final = "model.onnx"
 WEIGHTS: Final = "weights.bin"
@@ -49,12 +47,8 @@ class Weight(NamedTuple):
 
 
 class SharedWeights:
-    """The weights on the GPU, and the files of the model that refer to them.
-
-    :param folder: the folder that ONNX Runtime wrote because of :func:`optimising`.
-    :param where: ONNX Runtime's name for the memory of the device, and the device number: ``("cuda", 0)``.
-    :raises DeviceMemoryError: if there is no room for them.
-    """
+    """The weights on the GPU, and the files of the model that refer to them, written as :func:`optimising`
+    says."""
 
     def __init__(
         self,
@@ -135,12 +129,7 @@ def share_weights(
     where: tuple[str, int],
     name: str,
 ) -> SharedWeights | None:
-    """Load a model once, and put its weights on the GPU for all sessions; ``None`` if that fails.
-
-    :param load: loads a session on the device, on ``stream``.
-    :param where: as for :class:`SharedWeights`.
-    :raises DeviceLostError: if the device is lost meanwhile.
-    """
+    """Load a model once, and put its weights on the GPU for all sessions; ``None`` if that fails."""
     if find_spec("onnx") is None:
         logger.info("%r: each session has separate weights, as onnx is not installed", name)
         return None

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from asynctrt._util.files import is_there
 from asynctrt.backends.base import Model
 from asynctrt.backends.onnx_objects import OnnxObject, is_onnx_object, shown
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.base import Device
-from asynctrt.errors import DeviceUnavailableError, ModelNotFoundError, OptionsError
+from asynctrt.errors import DeviceUnavailableError, OptionsError
 
 PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
 
@@ -67,8 +66,6 @@ def _load_plan(request: LoadRequest) -> Model:
 
 def _load_onnx(request: LoadRequest) -> Model:
     model, device = request.model, request.device
-    if isinstance(model, Path) and is_there(model) and model.is_dir():
-        raise ModelNotFoundError(f"{str(model)!r} is a folder. Give the path of an .onnx file in it")
     if request.runtime == "tensorrt":
         raise OptionsError(
             f"{shown(model)} is an ONNX model, and TensorRT runs plans. Build one from it: asynctrt "

@@ -22,10 +22,7 @@ ROWS = "rows"
 
 
 def run_alone(model: Model, reason: str) -> Model:
-    """Return a model that shares the weights of ``model``, runs each request alone, and is closed separately.
-
-    :param reason: the reason, for the model's ``alone``.
-    """
+    """Return a model that runs each request to ``model`` alone. The two are closed separately."""
     if model.capabilities.has_whole:
         return cast("CapableModel", model).whole(reason)
     return (ProfiledWhole if model.capabilities.has_profiles else WholeModel)(model, reason)

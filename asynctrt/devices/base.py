@@ -18,8 +18,10 @@ from asynctrt.errors import DeviceLostError, DeviceMemoryError, OptionsError, Us
 ALIGNMENT: Final = 256
 """Alignment in bytes of every buffer and of every tensor within one, as ``set_device_memory`` demands."""
 
+MIB: Final = 1 << 20
+
 COPY_S: Final = 60.0
-"""How long a copy to the host may take before the device counts as hung."""
+"""How long a copy between the host and the device may take before the device counts as hung."""
 
 
 def aligned(nbytes: int) -> int:
@@ -62,7 +64,7 @@ class MemoryFigures:
 
 def mib(nbytes: int) -> str:
     """Format a size for messages."""
-    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 // 10 else f"{nbytes:,} bytes"
+    return f"{nbytes / MIB:,.1f} MiB" if nbytes >= MIB // 10 else f"{nbytes:,} bytes"
 
 
 class Buffer(Protocol):
@@ -436,10 +438,7 @@ class DeviceArray:
 
 
 def check_share(device: Device, share: float) -> None:
-    """Check that a device can be divided.
-
-    :raises OptionsError: if it is already a part, or if ``share`` is not above 0 and below 1.
-    """
+    """Check that a device can be divided."""
     if device.whole is not device:
         raise OptionsError(f"{device!r} is a part of a device, which is not divided again")
     if not 0 < share < 1:
@@ -447,10 +446,7 @@ def check_share(device: Device, share: float) -> None:
 
 
 def check_room(device: Device, nbytes: int, what: str, fix: str) -> None:
-    """Check that ``nbytes`` fit before allocating any of them.
-
-    :raises DeviceMemoryError: if they do not, with the arithmetic.
-    """
+    """Check that ``nbytes`` fit before allocating any of them."""
     memory = device.memory()
     if nbytes > memory.room_nbytes:
         raise DeviceMemoryError(

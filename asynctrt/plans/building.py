@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from asynctrt._util.files import is_there, write_whole
 from asynctrt.backends.build_options import BuildOptions
+from asynctrt.backends.model_file import opened
 from asynctrt.backends.onnx_objects import external_names
 from asynctrt.backends.registry import PLAN_SUFFIXES
 from asynctrt.backends.tensorrt.build_process import build_in_process
 from asynctrt.backends.tensorrt.builder import Built, Report
 from asynctrt.backends.tensorrt.manifest import Manifest, NamedTensor, manifest_path
-from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
 from asynctrt.backends.tensorrt.trust import record
 from asynctrt.core.loading import find_device
@@ -85,11 +85,7 @@ def build(
 
 
 def read_source(path: Path) -> OnnxContent:
-    """Read an ONNX file, and digest it and its external files.
-
-    :raises ModelNotFoundError, ModelError: if there is no such file, or it cannot be read.
-    :raises BuildError: if it is larger than any ONNX file can be.
-    """
+    """Read an ONNX file, and digest it and its external files."""
     with opened(path) as file:
         content = file.read(MODEL_NBYTES_MAX + 1)
     if len(content) > MODEL_NBYTES_MAX:
@@ -108,10 +104,7 @@ def build_from(
     device: str | Device | None = None,
     report: Report | None = None,
 ) -> tuple[Built, Manifest]:
-    """Build a plan in a child process, and describe it.
-
-    :param flavour: the name of a package, or ``None`` for the first one installed.
-    """
+    """Build a plan in a child process with a package, or the first one installed, and describe it."""
     found = None if device is None else find_device(device)
     try:
         name = None if found is None else found.name
@@ -129,10 +122,7 @@ def build_from(
 
 
 def write_plan(target: Path, content: bytes, manifest: Manifest) -> None:
-    """Write a plan and its manifest, and record that it was built here.
-
-    :raises UsageError: if they cannot be written.
-    """
+    """Write a plan and its manifest, and record that it was built here."""
     # In this order a plan is only briefly beside another plan's manifest, which its digest reveals.
     write_whole(target, content)
     write_whole(manifest_path(target), manifest.as_text())
@@ -162,10 +152,7 @@ def _tensor(tensor: NetworkTensor) -> NamedTensor:
 
 
 def _external(path: Path, content: bytes) -> dict[str, str]:
-    """Return the external files with weights that a model names, with the digest of each.
-
-    The parser refuses files that are missing or outside the model's folder.
-    """
+    """Return the digests of the external files with weights that a model names, of those in its folder."""
     folder = os.path.realpath(path.parent)
     found = {}
     for name in dict.fromkeys(external_names(BytesIO(content))):

@@ -66,11 +66,7 @@ class CachedPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanCache:
-    """A folder of plans.
-
-    :param folder: their folder. See :meth:`of_user` for the default one.
-    :param nbytes_max: the limit of all plans together, in bytes.
-    """
+    """A folder of plans, which may take ``nbytes_max`` bytes together."""
 
     folder: Path
     nbytes_max: int = NBYTES_MAX
@@ -82,15 +78,11 @@ class PlanCache:
         return cls(Path(cache) / "asynctrt" / "plans")
 
     def plan_for(self, model: Path, device: Device, flavour: str | None, options: BuildOptions) -> CachedPlan:
-        """Return the plan for a model on a device, building it if necessary. Blocks, perhaps for long.
-
-        :raises ModelNotFoundError, ModelError: if there is no such model, or it cannot be read.
-        :raises MissingExtraError: if no package that builds plans is installed.
-        :raises AsynctrtError: whatever :func:`asynctrt.build` raises.
-        """
+        """Return the plan for a model on a device, building it if necessary. Blocks, perhaps for long."""
         source = read_source(model)
         facts = _facts(source, device, flavour, options)
-        path = self._path_of(facts)
+        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        path = self.folder / f"{name}.plan"
         self._make_folder()
 
         def waiting() -> None:
@@ -100,10 +92,9 @@ class PlanCache:
             plan, reason = self._find(path, source)
             if plan is not None:
                 return CachedPlan(plan, is_hit=True)
-            reason = reason or "it is not in the cache"
-            content = self._build(source, device, facts, options, path, reason)
+            plan = self._build(source, device, facts, options, path, reason)
         self._shrink(path)
-        return CachedPlan(content, is_hit=False)
+        return CachedPlan(plan, is_hit=False)
 
     def forget(self, found: CachedPlan, reason: str) -> None:
         """Evict a plan that turned out not to run, so that it is built again."""
@@ -112,9 +103,6 @@ class PlanCache:
         assert path is not None, "it is a file of the cache"
         with locked(self.folder / f"lock-{path.name[:LOCKS]}"):
             _remove(path)
-
-    def _path_of(self, facts: Mapping[str, Any]) -> Path:
-        return self.folder / (_digest(json.dumps(facts, sort_keys=True)) + ".plan")
 
     def _make_folder(self) -> None:
         try:
@@ -125,19 +113,18 @@ class PlanCache:
                 "to a folder that can be written, or build the plan with asynctrt build, and open that"
             ) from error
 
-    def _find(self, path: Path, source: OnnxContent) -> tuple[Plan | None, str | None]:
-        """Return an entry, or why it cannot be used; ``None`` for both if it does not exist."""
+    def _find(self, path: Path, source: OnnxContent) -> tuple[Plan | None, str]:
+        """Return an entry, or why it cannot be used."""
         try:
             with open_regular(path, follow=False) as file:
                 content = file.read()
         except FileNotFoundError:
-            return None, None
+            return None, "it is not in the cache"
         except OSError as error:
             return None, f"the entry cannot be read: {error.strerror}"
-        where = f"the plan of {str(source.path)!r} ({path})"
         try:
             manifest = read_manifest(manifest_path(path))
-            header = read_header(content, where=where)
+            plan = _plan_of(path, source, content)
         except ModelError as error:
             return None, str(error)
         digest = hashlib.sha256(content).hexdigest()
@@ -145,7 +132,7 @@ class PlanCache:
             return None, "the entry is not what was built here: it was changed, or its record is gone"
         with suppress(OSError):
             os.utime(path)  # Record its last use, for eviction.
-        return Plan(where, source.path.stem, content, header, path), None
+        return plan, ""
 
     def _build(
         self,
@@ -172,8 +159,7 @@ class PlanCache:
         write_plan(path, built.content, manifest)
         seconds = (now_ns() - start_ns) / 1e9
         PROGRESS.info("built a plan of %s from %r in %.1f s", mib(len(built.content)), where, seconds)
-        name = f"the plan of {str(source.path)!r} ({path})"
-        return Plan(name, source.path.stem, built.content, read_header(built.content, where=name), path)
+        return _plan_of(path, source, built.content)
 
     def _shrink(self, newest: Path) -> None:
         """Evict the least recently used plans until the rest fit, but never the newest one."""
@@ -196,11 +182,7 @@ class PlanCache:
 
 
 def load_for(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, options: Options) -> Model:
-    """Return a model for the runtime that the options name. Blocks; a build may take long.
-
-    :raises OptionsError: if the options do not fit the model or each other.
-    :raises AsynctrtError: whatever building or loading it raises.
-    """
+    """Return a model for the runtime that the options name. Blocks; a build may take long."""
     tensorrt, onnx = options.tensorrt, options.onnx
     assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
     assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
@@ -303,8 +285,10 @@ def _driver() -> str | None:
         return None
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+def _plan_of(path: Path, source: OnnxContent, content: bytes) -> Plan:
+    """Return an entry; raise a ``ModelError`` if its header is damaged."""
+    where = f"the plan of {str(source.path)!r} ({path})"
+    return Plan(where, source.path.stem, content, read_header(content, where=where), path)
 
 
 def _remove(path: Path) -> None:

@@ -11,13 +11,14 @@ from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt.details import EngineDetails
 from asynctrt.backends.tensorrt.manifest import NamedTensor
 from asynctrt.backends.tensorrt.model import TensorRTModel
+from asynctrt.backends.tensorrt.plan import is_plan
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.core.assembly import build_on, is_specialisable
 from asynctrt.core.loading import find_device, load_model
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, OptionsError
 from asynctrt.options import Options
-from asynctrt.plans.plan_file import is_plan, read_beginning
+from asynctrt.plans.plan_file import read_beginning
 from asynctrt.tensors import TensorSpec
 
 CLOSE_S: Final = 1.0
@@ -71,13 +72,8 @@ def open_file(
 ) -> Opened:
     """Open a model with its runtime, and return the runtime's description. Blocks.
 
-    Opening a plan runs its code: do it only with plans that you trust.
-
-    :param device: the device. Default: ``cuda:0`` for a plan, ``host`` for an ONNX model.
-    :param options: ``tensorrt`` says how a plan is loaded, and ``onnx`` how an ONNX model is.
-    :raises ModelError, DeviceUnavailableError, DeviceMemoryError, MissingExtraError: as when an engine is
-        opened.
-    :raises OptionsError: for the option ``onnx`` with a plan.
+    Opening a plan runs its code: do it only with plans that you trust. By default a plan is opened on
+    ``cuda:0``, and an ONNX model on ``host``.
     """
     options = options or Options()
     is_a_plan = is_plan(read_beginning(path))

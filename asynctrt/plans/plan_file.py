@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
+from asynctrt.backends.model_file import opened
 from asynctrt.backends.registry import ONNX
 from asynctrt.backends.tensorrt.manifest import Manifest, find_manifest
 from asynctrt.backends.tensorrt.plan import (
     HEADER_NBYTES,
-    KINDS,
     capability_text,
-    opened,
+    is_plan,
     read_header,
 )
 
@@ -38,11 +38,7 @@ class PlanFile:
 
 
 def find_plan(path: Path) -> PlanFile | None:
-    """Return what a plan says without running any of its code; ``None`` for an ONNX model.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it is neither, or a damaged plan.
-    """
+    """Return what a plan says without running any of its code; ``None`` for an ONNX model."""
     # Open it only once: the file may be replaced meanwhile.
     with opened(path) as file:
         beginning = file.read(HEADER_NBYTES)
@@ -67,26 +63,13 @@ def find_plan(path: Path) -> PlanFile | None:
 
 
 def read_beginning(path: Path) -> bytes:
-    """Return the first bytes of a file.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it cannot be read.
-    """
+    """Return the first bytes of a file."""
     with opened(path) as file:
         return file.read(HEADER_NBYTES)
 
 
-def is_plan(beginning: bytes) -> bool:
-    """Return whether a file begins with the signature of a plan."""
-    return beginning[:4] in KINDS
-
-
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal. Reads the whole file, part by part.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it cannot be read.
-    """
+    """Return the SHA-256 of a file in hexadecimal. Reads the whole file, part by part."""
     with opened(path) as file:
         return digest_of_file(file)
 

@@ -1,7 +1,7 @@
 """Format the result of an inspection as text."""
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from asynctrt._util.validation import printable
@@ -25,9 +25,7 @@ def lines_of_manifest(manifest: Manifest) -> Iterator[str]:
     for name, digest in manifest.external.items():
         yield from _row("external", f"{name}, sha256:{digest}")
     yield from _row("built by", manifest.builder + (f" on {manifest.gpu}" if manifest.gpu else ""))
-    for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):
-        for one in tensors:
-            yield from _row(kind, _tensor(one.name, one.dtype, one.dims))
+    yield from _tensors(manifest)
     for number, profile in enumerate(manifest.profiles):
         yield from _row(f"profile {number}", profile)
     if manifest.plugins:
@@ -38,10 +36,7 @@ def lines_of_opened(opened: Opened) -> Iterator[str]:
     """Yield lines about a model that a runtime has opened."""
     yield from _row("opened by", f"{opened.runtime} on {opened.device}")
     yield from _row("batching", opened.batching)
-    for kind, tensors in (("input", opened.inputs), ("output", opened.outputs)):
-        for one in tensors:
-            open_end = ": as large as the data says" if one.name in opened.unbound else ""
-            yield from _row(kind, _tensor(one.name, one.dtype, one.dims) + open_end)
+    yield from _tensors(opened, opened.unbound)
     low, high = opened.rows
     yield from _row("rows", f"{low} to {high or 'any number'}" if low != high else f"exactly {low}")
     for profile in opened.profiles:
@@ -112,8 +107,11 @@ def _weights(engine: EngineDetails) -> str:
     return ", ".join(said)
 
 
-def _tensor(name: str, dtype: str, dims: Iterable[Any] | None) -> str:
-    return f"{name}: {dtype}{'' if dims is None else _shape(dims)}"
+def _tensors(model: Manifest | Opened, unbound: Sequence[str] = ()) -> Iterator[str]:
+    for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
+        for one in tensors:
+            open_end = ": as large as the data says" if one.name in unbound else ""
+            yield from _row(kind, f"{one.name}: {one.dtype}{_shape(one.dims)}{open_end}")
 
 
 def _shape(dims: Iterable[Any]) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import threading
 import types
+from contextlib import asynccontextmanager
 
 import ml_dtypes
 import numpy as np
@@ -51,20 +52,20 @@ def assigned_and_changed(inputs, outputs):
     outputs["z"] += inputs["x"][:, 0].astype(np.int64)
 
 
-def returns_a_mapping(inputs):
-    return own_rows(inputs["x"])
+def as_a_tuple(rows):
+    return tuple(rows.values())
 
 
-def returns_a_tuple(inputs):
-    return tuple(own_rows(inputs["x"]).values())
+def as_a_list(rows):
+    return list(rows.values())
 
 
-def returns_a_list(inputs):
-    return list(own_rows(inputs["x"]).values())
+def returns_as(kind):
+    def returns(inputs):
+        return kind(own_rows(inputs["x"]))
 
-
-def returns_a_proxy(inputs):
-    return types.MappingProxyType(own_rows(inputs["x"]))
+    returns.__name__ = f"returns_{kind.__name__}"
+    return returns
 
 
 def returns_its_outputs(inputs, outputs):
@@ -178,10 +179,7 @@ RIGHT = [
     through_items,
     assigned,
     assigned_and_changed,
-    returns_a_mapping,
-    returns_a_tuple,
-    returns_a_list,
-    returns_a_proxy,
+    *(returns_as(kind) for kind in (dict, as_a_tuple, as_a_list, types.MappingProxyType)),
     returns_its_outputs,
     returns_its_outputs_as_a_tuple,
     returns_one_and_writes_one,
@@ -205,65 +203,17 @@ RIGHT = [
 ]
 
 
-def nothing_returned(inputs):
-    own_rows(inputs["x"])
-
-
 def only_one_output(inputs, outputs):
     outputs["y"][...] = 2 * inputs["x"]
-
-
-def fewer_rows(inputs):
-    return {name: array[:-1] for name, array in own_rows(inputs["x"]).items()}
-
-
-def one_row_for_all(inputs):
-    return {"y": 2 * inputs["x"][:1].sum(axis=0), "z": np.int64(1)}
-
-
-def another_row_shape(inputs):
-    return {"y": 2 * inputs["x"][:, :3], "z": inputs["x"][:, 0].astype(np.int64)}
-
-
-def another_kind_of_dtype(inputs):
-    return {"y": 2 * inputs["x"], "z": inputs["x"][:, 0]}
 
 
 def complex_numbers(inputs, outputs):
     outputs["y"] = inputs["x"] * 2j
 
 
-def integers_that_do_not_fit(inputs):
-    return {"y": 2 * inputs["x"], "z": np.full(len(inputs["x"]), 2**63, np.uint64)}
-
-
-def too_few_outputs(inputs):
-    return (2 * inputs["x"],)
-
-
-def one_array(inputs):
-    return 2 * inputs["x"]
-
-
-def an_unknown_output(inputs):
-    return {**own_rows(inputs["x"]), "w": inputs["x"]}
-
-
 def assigns_an_unknown_output(inputs, outputs):
     in_place(inputs, outputs)
     outputs["w"] = inputs["x"]
-
-
-def an_object(inputs):
-    return {"y": object(), "z": inputs["x"][:, 0]}
-
-
-def lists_of_rows(inputs):
-    return {"y": (2 * inputs["x"]).tolist(), "z": inputs["x"][:, 0]}
-
-
-def a_generator(inputs):
-    return (row for row in inputs["x"])
 
 
 def raises(inputs, outputs):
@@ -291,28 +241,69 @@ async def a_coroutine_that_is_cancelled(inputs):
     await asyncio.sleep(0)
 
 
-WRONG = [
-    (nothing_returned, r"output 'y': \d+ of \d+ rows were not written. A function returns .* or it takes"),
-    (only_one_output, r"output 'z': \d+ of \d+ rows were not written"),
-    (fewer_rows, r"'y' has shape \(\d, 4\) in a batch of \d rows, and the function gave \(\d+, 4\)"),
-    (one_row_for_all, r"'y' has shape \(\d, 4\) in a batch of \d rows, and the function gave \(4,\)"),
-    (another_row_shape, r"the function gave \(\d, 3\)"),
-    (another_kind_of_dtype, r"'z' is int64, and the function gave float32.*same_kind.*astype\('int64'\)"),
-    (complex_numbers, r"'y' is float32, and the function gave complex64"),
-    (integers_that_do_not_fit, r"'z' is int64, which holds -\d+ to \d+, and .* uint64 with a value outside"),
-    (too_few_outputs, "returned a tuple of 1, and the model has 2 outputs: y, z"),
-    (one_array, "returned one ndarray, and the model has 2 outputs: y, z"),
-    (an_unknown_output, "'w' is not an output of this model; its outputs: y, z"),
-    (assigns_an_unknown_output, "'w' is not an output of this model; its outputs: y, z"),
-    (an_object, "'y' is an array, and the function gave a object"),
-    (lists_of_rows, r"'y' is an array, and the function gave a list. .* np.asarray\(rows\)"),
-    (a_generator, "returned one generator"),
-    (raises, "ValueError: no"),
-    (a_coroutine_that_returns_nothing, r"output 'y': \d+ of \d+ rows were not written"),
-    (a_coroutine_that_raises, "ValueError: no"),
-    (a_coroutine_that_is_cancelled, "the function's coroutine was cancelled"),
-    (removes_an_output, "AttributeError: __delitem__"),
-]
+def gives(outputs):
+    """Return a function that returns what this makes of its input and of the right outputs."""
+    return lambda inputs: outputs(inputs["x"], **own_rows(inputs["x"]))
+
+
+WRONG = {
+    "nothing returned": (
+        gives(lambda x, y, z: None),
+        r"output 'y': \d+ of \d+ rows were not written. A function returns .* or it takes",
+    ),
+    "only one output": (only_one_output, r"output 'z': \d+ of \d+ rows were not written"),
+    "fewer rows": (
+        gives(lambda x, y, z: {"y": y[:-1], "z": z[:-1]}),
+        r"'y' has shape \(\d, 4\) in a batch of \d rows, and the function gave \(\d+, 4\)",
+    ),
+    "one row for all": (
+        gives(lambda x, y, z: {"y": y[:1].sum(axis=0), "z": np.int64(1)}),
+        r"'y' has shape \(\d, 4\) in a batch of \d rows, and the function gave \(4,\)",
+    ),
+    "another row shape": (gives(lambda x, y, z: {"y": y[:, :3], "z": z}), r"the function gave \(\d, 3\)"),
+    "another kind of dtype": (
+        gives(lambda x, y, z: {"y": y, "z": x[:, 0]}),
+        r"'z' is int64, and the function gave float32.*same_kind.*astype\('int64'\)",
+    ),
+    "complex numbers": (complex_numbers, r"'y' is float32, and the function gave complex64"),
+    "integers that do not fit": (
+        gives(lambda x, y, z: {"y": y, "z": np.full(len(x), 2**63, np.uint64)}),
+        r"'z' is int64, which holds -\d+ to \d+, and .* uint64 with a value outside",
+    ),
+    "too few outputs": (
+        gives(lambda x, y, z: (y,)),
+        "returned a tuple of 1, and the model has 2 outputs: y, z",
+    ),
+    "one array": (gives(lambda x, y, z: y), "returned one ndarray, and the model has 2 outputs: y, z"),
+    "an unknown output": (
+        gives(lambda x, y, z: {"y": y, "z": z, "w": x}),
+        "'w' is not an output of this model; its outputs: y, z",
+    ),
+    "assigns an unknown output": (
+        assigns_an_unknown_output,
+        "'w' is not an output of this model; its outputs: y, z",
+    ),
+    "an object": (
+        gives(lambda x, y, z: {"y": object(), "z": z}),
+        "'y' is an array, and the function gave a object",
+    ),
+    "lists of rows": (
+        gives(lambda x, y, z: {"y": y.tolist(), "z": z}),
+        r"'y' is an array, and the function gave a list. .* np.asarray\(rows\)",
+    ),
+    "a generator": (gives(lambda x, y, z: (row for row in x)), "returned one generator"),
+    "raises": (raises, "ValueError: no"),
+    "a coroutine returns nothing": (
+        a_coroutine_that_returns_nothing,
+        r"output 'y': \d+ of \d+ rows were not written",
+    ),
+    "a coroutine raises": (a_coroutine_that_raises, "ValueError: no"),
+    "a coroutine is cancelled": (
+        a_coroutine_that_is_cancelled,
+        "the function's coroutine was cancelled",
+    ),
+    "removes an output": (removes_an_output, "AttributeError: __delitem__"),
+}
 
 DEVICES = {
     "in place": lambda: HostDevice(in_place="always"),
@@ -331,40 +322,36 @@ def name_of(value):
     return getattr(value, "__name__", type(value).__name__) if callable(value) else ""
 
 
+def opened(function, device):
+    model = FunctionModel(function, inputs=X, outputs=[Y, Z])
+    return asynctrt.open(model, device=device, contexts=2, max_rows=8)
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("function", RIGHT, ids=name_of)
-def test_each_caller_gets_its_own_rows(function, device):
-    async def run():
-        async with asynctrt.open(
-            FunctionModel(function, inputs=X, outputs=[Y, Z]), device=device, contexts=2, max_rows=8
-        ) as engine:
+async def test_each_caller_gets_its_own_rows(function, device):
+    async def caller(number):
+        rows = number % 3 + 1
+        sent = np.full((rows, 4), number, np.float32) + np.arange(rows, dtype=np.float32)[:, None]
+        expected = own_rows(sent)
+        result = await engine.infer(sent)
+        for name in ("y", "z"):
+            np.testing.assert_array_equal(result[name], expected[name])
 
-            async def caller(number):
-                rows = number % 3 + 1
-                sent = np.full((rows, 4), number, np.float32) + np.arange(rows, dtype=np.float32)[:, None]
-                expected = own_rows(sent)
-                result = await engine.infer(sent)
-                for name in ("y", "z"):
-                    np.testing.assert_array_equal(result[name], expected[name])
-
-            await caller(5)
-            async with asyncio.timeout(WAIT_S):
-                await asyncio.gather(*map(caller, range(1, 40)))
-
-    asyncio.run(run())
+    async with opened(function, device) as engine:
+        await caller(5)
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*map(caller, range(1, 40)))
 
 
-@pytest.mark.parametrize(("function", "message"), WRONG, ids=name_of)
-def test_a_batch_without_its_outputs_fails(function, message, device):
-    async def run():
-        async with asynctrt.open(
-            FunctionModel(function, inputs=X, outputs=[Y, Z]), device=device, contexts=2, max_rows=8
-        ) as engine:
-            sent = [np.full((1, 4), number, np.float32) for number in range(1, 6)]
-            async with asyncio.timeout(WAIT_S):
-                answers = await asyncio.gather(*map(engine.infer, sent), return_exceptions=True)
-            return [*answers, *await asyncio.gather(engine.infer(sent[0]), return_exceptions=True)]
-
-    for answer in asyncio.run(run()):
+@pytest.mark.anyio
+@pytest.mark.parametrize(("function", "message"), WRONG.values(), ids=WRONG)
+async def test_a_batch_without_its_outputs_fails(function, message, device):
+    sent = [one_row(number) for number in range(1, 6)]
+    async with opened(function, device) as engine, asyncio.timeout(WAIT_S):
+        answers = await asyncio.gather(*map(engine.infer, sent), return_exceptions=True)
+        answers += await asyncio.gather(engine.infer(sent[0]), return_exceptions=True)
+    for answer in answers:
         with pytest.raises(ExecutionError, match=message):
             raise answer
 
@@ -391,81 +378,61 @@ def one_row(number):
     return np.full((1, 4), number, np.float32)
 
 
+@asynccontextmanager
+async def held(device, **settings):
+    """Open an engine of a coroutine function whose batches wait for the test."""
+    function = Held()
+    model = FunctionModel(function, inputs=X, outputs=[Y, Z])
+    async with asyncio.timeout(WAIT_S), asynctrt.open(model, device=device, **settings) as engine:
+        yield function, engine
+
+
+@pytest.mark.anyio
 class TestCoroutines:
-    def test_as_many_are_under_way_as_there_are_contexts(self, device):
-        async def run():
-            function = Held()
-            model = FunctionModel(function, inputs=X, outputs=[Y, Z])
-            async with (
-                asyncio.timeout(WAIT_S),
-                asynctrt.open(model, device=device, contexts=8, max_rows=2) as engine,
-            ):
-                tasks = []
-                for number in range(8):  # Batches of one row, which are not full.
-                    tasks.append(asyncio.create_task(engine.infer(one_row(number))))
-                    await until(lambda: len(function.rows) == len(tasks))
-                assert function.rows == [1] * 8
-                function.go.set()
-                for number, result in enumerate(await asyncio.gather(*tasks)):
-                    assert result["z"].tolist() == [number]
-                    assert result["y"].tolist() == [[2 * number] * 4]
+    async def test_as_many_are_under_way_as_there_are_contexts(self, device):
+        async with held(device, contexts=8, max_rows=2) as (function, engine):
+            tasks = []
+            for number in range(8):  # Batches of one row, which are not full.
+                tasks.append(asyncio.create_task(engine.infer(one_row(number))))
+                await until(lambda: len(function.rows) == len(tasks))
+            assert function.rows == [1] * 8
+            function.go.set()
+            for number, result in enumerate(await asyncio.gather(*tasks)):
+                assert result["z"].tolist() == [number]
+                assert result["y"].tolist() == [[2 * number] * 4]
 
-        asyncio.run(run())
+    async def test_one_that_never_ends_is_given_up_and_cancelled(self, device):
+        async with held(device, contexts=2, batch_timeout=0.3) as (function, engine):
+            with pytest.raises(DeviceLostError, match="batch_timeout"):
+                await engine.infer(one_row(1))
+            await until(lambda: function.cancelled == 1)
+            function.go.set()
+            assert (await engine.infer(one_row(1)))["z"].tolist() == [1]
 
-    def test_one_that_never_ends_is_given_up_and_cancelled(self, device):
-        async def run():
-            function = Held()
-            model = FunctionModel(function, inputs=X, outputs=[Y, Z])
-            async with (
-                asyncio.timeout(WAIT_S),
-                asynctrt.open(model, device=device, contexts=2, batch_timeout=0.3) as engine,
-            ):
-                with pytest.raises(DeviceLostError, match="batch_timeout"):
-                    await engine.infer(one_row(1))
-                await until(lambda: function.cancelled == 1)
-                function.go.set()
-                assert (await engine.infer(one_row(1)))["z"].tolist() == [1]
+    async def test_one_that_never_ends_is_cancelled_when_the_engine_closes(self, device):
+        async with held(device, close_timeout=0.05) as (function, engine):
+            task = asyncio.create_task(engine.infer(one_row(1)))
+            await until(lambda: function.rows)
+            await engine.aclose()
+            with pytest.raises(DeviceLostError, match="close_timeout"):
+                await task
+            assert function.cancelled == 1
+            assert engine.state == "closed"
 
-        asyncio.run(run())
+    async def test_a_caller_who_goes_away_leaves_the_batch_alone(self, device):
+        async with held(device, contexts=1) as (function, engine):
+            tasks = [asyncio.create_task(engine.infer(one_row(number))) for number in range(3)]
+            await until(lambda: function.rows)
+            tasks[1].cancel()
+            await asyncio.sleep(0)
+            function.go.set()
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(answers[1], asyncio.CancelledError)
+            assert [answers[0]["z"], answers[2]["z"]] == [[0], [2]]
+            assert function.cancelled == 0
 
-    def test_one_that_never_ends_is_cancelled_when_the_engine_closes(self, device):
-        async def run():
-            function = Held()
-            model = FunctionModel(function, inputs=X, outputs=[Y, Z])
-            async with asyncio.timeout(WAIT_S):
-                engine = await asynctrt.open(model, device=device, close_timeout=0.05)
-                task = asyncio.create_task(engine.infer(one_row(1)))
-                await until(lambda: function.rows)
-                await engine.aclose()
-                with pytest.raises(DeviceLostError, match="close_timeout"):
-                    await task
-                assert function.cancelled == 1
-                assert engine.state == "closed"
-
-        asyncio.run(run())
-
-    def test_a_caller_who_goes_away_leaves_the_batch_alone(self, device):
-        async def run():
-            function = Held()
-            model = FunctionModel(function, inputs=X, outputs=[Y, Z])
-            async with (
-                asyncio.timeout(WAIT_S),
-                asynctrt.open(model, device=device, contexts=1) as engine,
-            ):
-                tasks = [asyncio.create_task(engine.infer(one_row(number))) for number in range(3)]
-                await until(lambda: function.rows)
-                tasks[1].cancel()
-                await asyncio.sleep(0)
-                function.go.set()
-                answers = await asyncio.gather(*tasks, return_exceptions=True)
-                assert isinstance(answers[1], asyncio.CancelledError)
-                assert [answers[0]["z"], answers[2]["z"]] == [[0], [2]]
-                assert function.cancelled == 0
-
-        asyncio.run(run())
-
-    def test_what_goes_on_after_its_batch_writes_into_no_other(self):
-        late = []
+    async def test_what_goes_on_after_its_batch_writes_into_no_other(self):
+        late, release = [], asyncio.Event()
 
         async def function(inputs, outputs):
             async def later():
@@ -475,31 +442,27 @@ class TestCoroutines:
             late.append(asyncio.create_task(later()))
             return own_rows(inputs["x"])
 
-        async def run():
-            nonlocal release
-            release = asyncio.Event()
-            model = FunctionModel(function, inputs=X, outputs=[Y, Z])
-            async with asyncio.timeout(WAIT_S), asynctrt.open(model, contexts=1) as engine:
-                await engine.infer(one_row(1))
-                release.set()
-                with pytest.raises(KeyError, match="'y' cannot be written any more: its batch has ended"):
-                    await late[0]
-
-        release = None
-        asyncio.run(run())
-
-    def test_without_a_loop(self):
-        stream = HostDevice(in_place="always").create_stream()
-        model = FunctionModel(coroutine, inputs=X, outputs=(Y, Z))
-        binding = FunctionBinding(model, (memory_of(X),), (memory_of(Y), memory_of(Z)))
-        binding.enqueue(1, profile=None, stream=stream, arena=None)
-        end = HostDevice().create_event()
-        stream.record(end)
-        assert "returned an awaitable, and no event loop is running" in str(end.error)
-        assert stream.close(WAIT_S)
+        model = FunctionModel(function, inputs=X, outputs=[Y, Z])
+        async with asyncio.timeout(WAIT_S), asynctrt.open(model, contexts=1) as engine:
+            await engine.infer(one_row(1))
+            release.set()
+            with pytest.raises(KeyError, match="'y' cannot be written any more: its batch has ended"):
+                await late[0]
 
 
-def test_what_is_learned_of_one_model_is_not_believed_of_another():
+def test_a_coroutine_without_a_loop():
+    stream = HostDevice(in_place="always").create_stream()
+    model = FunctionModel(coroutine, inputs=X, outputs=(Y, Z))
+    binding = FunctionBinding(model, (memory_of(X),), (memory_of(Y), memory_of(Z)))
+    binding.enqueue(1, profile=None, stream=stream, arena=None)
+    end = HostDevice().create_event()
+    stream.record(end)
+    assert "returned an awaitable, and no event loop is running" in str(end.error)
+    assert stream.close(WAIT_S)
+
+
+@pytest.mark.anyio
+async def test_what_is_learned_of_one_model_is_not_believed_of_another():
     """A quick one runs on the loop's thread; a slow one on the same device would hold the loop up there."""
     threads = []
 
@@ -507,19 +470,13 @@ def test_what_is_learned_of_one_model_is_not_believed_of_another():
         threads.append(threading.get_ident())
         return inputs["x"]
 
-    async def run():
-        device = HostDevice(threads=1)
-        quick = FunctionModel(lambda inputs: inputs["x"], inputs=X, outputs=Y)
-        other = FunctionModel(slow, inputs=X, outputs=Y)
-        async with (
-            asynctrt.open(quick, device=device) as first,
-            asynctrt.open(other, device=device) as second,
-        ):
-            for _ in range(50):
-                await first.infer(one_row(1))
-            await second.infer(one_row(1))
-
-    asyncio.run(run())
+    device = HostDevice(threads=1)
+    quick = FunctionModel(lambda inputs: inputs["x"], inputs=X, outputs=Y)
+    other = FunctionModel(slow, inputs=X, outputs=Y)
+    async with asynctrt.open(quick, device=device) as first, asynctrt.open(other, device=device) as second:
+        for _ in range(50):
+            await first.infer(one_row(1))
+        await second.infer(one_row(1))
     assert threading.get_ident() not in threads
 
 

@@ -47,9 +47,16 @@ def alone(path):
     return model.capabilities.alone
 
 
-def identity(path, kind, shape, output_shape=None):
-    nodes = [node("Identity", "input", "output")]
-    return save(path, nodes, [("input", kind, shape)], [("output", kind, output_shape or shape)])
+def identity(path, kind, shape):
+    return save(
+        path, [node("Identity", "input", "output")], [("input", kind, shape)], [("output", kind, shape)]
+    )
+
+
+def saved(folder, *nodes, outputs=("n", 2), **others):
+    """Save a model with the input ``[n, 2]``, and others of these shapes."""
+    inputs = [(name, FLOAT, shape) for name, shape in {"input": ["n", 2], **others}.items()]
+    return save(folder / "m.onnx", nodes, inputs, [("output", FLOAT, list(outputs))])
 
 
 def test_a_missing_file(tmp_path):
@@ -65,13 +72,7 @@ def test_a_truncated_model(tmp_path):
 
 
 def test_a_model_with_an_operator_that_there_is_not(tmp_path):
-    path = save(
-        tmp_path / "model.onnx",
-        [node("NoSuchOperator", "input", "output")],
-        [("input", FLOAT, ["n", 2])],
-        [("output", FLOAT, ["n", 2])],
-    )
-    assert "NoSuchOperator" in refused(path)
+    assert "NoSuchOperator" in refused(saved(tmp_path, node("NoSuchOperator", "input", "output")))
 
 
 def test_a_fixed_batch_axis_is_reported(tmp_path):
@@ -126,44 +127,24 @@ async def test_values_of_such_a_type_are_computed_with(tmp_path):
 
 
 def test_a_scalar_input(tmp_path):
-    path = save(
-        tmp_path / "m.onnx",
-        [node("Add", "input scale", "output")],
-        [("input", FLOAT, ["n", 2]), ("scale", FLOAT, [])],
-        [("output", FLOAT, ["n", 2])],
-    )
-    model = OnnxModel(path)
+    model = OnnxModel(saved(tmp_path, node("Add", "input scale", "output"), scale=[]))
     assert [spec.axis for spec in model.inputs] == [0, None]
     assert model.capabilities.doubt == "'scale' seems to be in common to all rows"
 
 
 def test_inputs_that_do_not_share_a_batch_axis(tmp_path):
-    path = save(
-        tmp_path / "m.onnx",
-        [node("Add", "input other", "output")],
-        [("input", FLOAT, ["n", 2]), ("other", FLOAT, [1, 2])],
-        [("output", FLOAT, ["n", 2])],
-    )
+    path = saved(tmp_path, node("Add", "input other", "output"), other=[1, 2])
     assert "do not have their rows on one axis: {'input': '[n, 2]', 'other': '[1, 2]'}" in alone(path)
 
 
 def test_an_output_without_a_batch_axis(tmp_path):
-    path = save(
-        tmp_path / "m.onnx",
-        [node("ReduceMean", "input", "output", axes=[0], keepdims=1)],
-        [("input", FLOAT, ["n", 2])],
-        [("output", FLOAT, [1, 2])],
-    )
+    path = saved(tmp_path, node("ReduceMean", "input", "output", axes=[0], keepdims=1), outputs=(1, 2))
     assert "output 'output' has the fixed size 1 where rows" in alone(path)
 
 
 def test_rows_that_would_see_each_other(tmp_path):
-    path = save(
-        tmp_path / "m.onnx",
-        [node("Transpose", "input", "turned", perm=[1, 0]), node("MatMul", "input turned", "output")],
-        [("input", FLOAT, ["n", 2])],
-        [("output", FLOAT, ["n", "n"])],
-    )
+    turned = node("Transpose", "input", "turned", perm=[1, 0])
+    path = saved(tmp_path, turned, node("MatMul", "input turned", "output"), outputs=("n", "n"))
     assert "rows of one batch would see each other" in alone(path)
 
 

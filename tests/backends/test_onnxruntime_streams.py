@@ -38,6 +38,32 @@ def model(tmp_path):
     return HostSessions(double_onnx(tmp_path / "double.onnx"))
 
 
+async def check_doubled(engine, sent, name="output"):
+    answers = await asyncio.gather(*map(engine.infer, sent))
+    for each, answer in zip(sent, answers, strict=True):
+        np.testing.assert_array_equal(answer[name], 2 * each)
+    return answers
+
+
+async def check_batches(engine):
+    """Check batches of each size in turn, of other rows each time."""
+    for turn in range(10):
+        await check_doubled(engine, [rows(*range(turn, turn + 1 + number % 4)) for number in range(12)])
+
+
+def watch_puts(model, note):
+    """Have this called whenever a session puts a batch on its stream."""
+    load = model.load_session
+
+    def watched(device, stream, sizes):
+        session = load(device, stream, sizes)
+        put = session.put
+        session.put = lambda *arguments: (note(), put(*arguments))
+        return session
+
+    model.load_session = watched
+
+
 def picky_onnx(path):
     """``output = table[input]``: fails for an index that is out of range."""
     return save(
@@ -58,22 +84,15 @@ def found_onnx(path):
         node("Expand", "whole wanted", "output"),
     ]
     weights = [("axes", np.array([0])), ("wanted", np.array([2, 1, 1]))]
-    return save(
-        path,
-        nodes,
-        [("input", FLOAT, [2, 3])],
-        [("output", TensorProto.INT64, [2, None, 2])],
-        weights,
-    )
+    ends = [("input", FLOAT, [2, 3])], [("output", TensorProto.INT64, [2, None, 2])]
+    return save(path, nodes, *ends, weights)
 
 
 async def test_each_context_has_a_session_and_all_are_ended(model):
     assert model.capabilities.is_per_stream
     async with asynctrt.open(model, device=HostDevice(unified=False), contexts=3) as engine:
         assert model.alive == 3
-        answers = await asyncio.gather(*(engine.infer(rows(n)) for n in range(1, 40)))
-        for number, answer in enumerate(answers, 1):
-            np.testing.assert_array_equal(answer["output"], 2 * rows(number))
+        await check_doubled(engine, [rows(n) for n in range(1, 40)])
     assert model.alive == 0
 
 
@@ -88,8 +107,7 @@ async def test_graphs_that_are_named_for_it_are_warned_of(model, caplog):
     async with asynctrt.open(model, device=device, contexts=2, max_rows=4, graphs="1,4") as engine:
         assert model.alive == 2
         assert engine.statistics().graphs == ()
-        answer = await engine.infer(rows(3))
-        np.testing.assert_array_equal(answer["output"], 2 * rows(3))
+        await check_doubled(engine, [rows(3)])
     said = [record.getMessage() for record in caplog.records if "graphs is (1, 4)" in record.getMessage()]
     assert len(said) == 1
     assert "graphs='off'" in said[0]
@@ -104,9 +122,7 @@ async def test_a_size_that_is_captured_has_a_session_that_runs_nothing_else(tmp_
         captured = [session for session in model.sessions if session.runs]
         assert [session.runs for session in captured] == [["run", "run", "graph"]] * 6
         assert sorted(session.sizes["batch"] for session in captured) == [1, 1, 2, 2, 4, 4]
-        answers = await asyncio.gather(*(engine.infer(rows(*range(1 + n % 4))) for n in range(40)))
-        for number, answer in enumerate(answers):
-            np.testing.assert_array_equal(answer["output"], 2 * rows(*range(1 + number % 4)))
+        await check_doubled(engine, [rows(*range(1 + n % 4)) for n in range(40)])
         assert {session.runs.count("graph") for session in captured} == {1}
     assert model.alive == 0
 
@@ -130,9 +146,8 @@ async def test_each_shape_that_rows_are_padded_to_is_captured(tmp_path):
         rng = np.random.default_rng(3)
         sent = [rng.random((1 + n % 4, 1 + n % 8), np.float32) for n in range(80)]
         for _ in range(3):
-            answers = await asyncio.gather(*(engine.infer(each) for each in sent))
+            answers = await check_doubled(engine, sent, "doubled")
             for each, answer in zip(sent, answers, strict=True):
-                np.testing.assert_array_equal(answer["doubled"], 2 * each)
                 np.testing.assert_allclose(answer["total"], each.sum(axis=1), rtol=1e-5)
         assert device.memory().held_nbytes == held, "what shapes need is there from the start"
         assert sum(len(session.runs) for session in model.sessions) == ran, "all were replayed"
@@ -150,34 +165,29 @@ async def test_by_default_as_many_sizes_are_captured_of_each_shape_as_of_one(tmp
     async with opened as engine:
         assert engine.statistics().graphs == engine.statistics().batch_sizes == (1, 2, 3, 4, 6, 8, 9)
         assert model.alive == 1 + 2 * 7
-        sent = np.ones((5, 2), np.float32)
-        np.testing.assert_array_equal((await engine.infer(sent))["doubled"], 2 * sent)
+        await check_doubled(engine, [np.ones((5, 2), np.float32)], "doubled")
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"pad": {"length": tuple(range(1, 10))}},
-        {"pad": {"length": (3, 8)}, "nbytes_max": 200},
-        {},
-    ],
+    ("pad", "nbytes_max"),
+    [({"length": tuple(range(1, 10))}, None), ({"length": (3, 8)}, 200), (None, None)],
     ids=["too many", "not of all rows", "not padded"],
 )
-async def test_shapes_that_are_not_known_or_too_many_are_not_captured(tmp_path, given, caplog, monkeypatch):
-    given = dict(given)
-    if nbytes_max := given.pop("nbytes_max", None):
+async def test_shapes_that_are_not_known_or_too_many_are_not_captured(
+    tmp_path, pad, nbytes_max, caplog, monkeypatch
+):
+    if nbytes_max is not None:
         monkeypatch.setattr(assembly, "BATCH_NBYTES_MAX", nbytes_max)
     model = CapturableSessions(sequence_onnx(tmp_path / "sequence.onnx"))
     opened = asynctrt.open(
-        model, device=HostDevice(unified=False), contexts=1, max_rows=4, graphs="1,2,4", **given
+        model, device=HostDevice(unified=False), contexts=1, max_rows=4, graphs="1,2,4", pad=pad
     )
     async with opened as engine:
         assert engine.statistics().graphs == ()
         assert caplog.text.count("graphs is (1, 2, 4), but rows of 'sequence' vary in shape") == 1
-        sent = [np.full((1 + n % 4, 1 + n % 8), n, np.float32) for n in range(40)]
-        answers = await asyncio.gather(*(engine.infer(each) for each in sent))
-        for each, answer in zip(sent, answers, strict=True):
-            np.testing.assert_array_equal(answer["doubled"], 2 * each)
+        await check_doubled(
+            engine, [np.full((1 + n % 4, 1 + n % 8), n, np.float32) for n in range(40)], "doubled"
+        )
     assert model.alive == 0
 
 
@@ -186,20 +196,24 @@ async def test_inputs_that_the_cpu_reads_are_those_of_each_batch(tmp_path, conte
     """ONNX Runtime copies them when they are bound: each batch had the rows of the first of its size."""
     model, device = CopyingSessions(double_onnx(tmp_path / "double.onnx")), HostDevice(unified=False)
     async with asynctrt.open(model, device=device, contexts=contexts, max_rows=4) as engine:
-        for turn in range(10):
-            sent = [rows(*range(turn, turn + 1 + number % 4)) for number in range(12)]
-            answers = await asyncio.gather(*(engine.infer(each) for each in sent))
-            for each, answer in zip(sent, answers, strict=True):
-                np.testing.assert_array_equal(answer["output"], 2 * each)
+        await check_batches(engine)
 
 
-async def test_inputs_that_the_cpu_reads_are_not_captured(tmp_path, caplog):
-    model = CopyingSessions(double_onnx(tmp_path / "double.onnx"))
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (CopyingSessions, "has inputs that operators on the CPU read: input"),
+        (MovingSessions, "has outputs that ONNX Runtime has on the CPU: output"),
+    ],
+)
+async def test_what_lies_on_the_cpu_is_not_captured(tmp_path, caplog, kind, said):
+    model = kind(double_onnx(tmp_path / "double.onnx"))
     model.capabilities = replace(model.capabilities, is_capturable=True)
-    async with asynctrt.open(model, device=HostDevice(unified=False), max_rows=4, graphs="4") as engine:
+    device = in_place() if kind is MovingSessions else HostDevice(unified=False)
+    async with asynctrt.open(model, device=device, max_rows=4, graphs="4") as engine:
         assert engine.statistics().graphs == ()
-        np.testing.assert_array_equal((await engine.infer(rows(3)))["output"], 2 * rows(3))
-    assert "has inputs that operators on the CPU read: input" in caplog.text
+        await check_doubled(engine, [rows(3)])
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize("ways", [("moved",), ("kept",), ("kept", "moved", "moved")])
@@ -207,11 +221,7 @@ async def test_outputs_that_are_put_elsewhere_are_brought(tmp_path, ways):
     """Callers had what lay where they were bound: outputs that the CPU reads, too, on a GPU."""
     model = MovingSessions(double_onnx(tmp_path / "double.onnx"), ways=ways)
     async with asynctrt.open(model, device=in_place(), contexts=1, max_rows=4) as engine:
-        for turn in range(10):
-            sent = [rows(*range(turn, turn + 1 + number % 4)) for number in range(12)]
-            answers = await asyncio.gather(*(engine.infer(each) for each in sent))
-            for each, answer in zip(sent, answers, strict=True):
-                np.testing.assert_array_equal(answer["output"], 2 * each)
+        await check_batches(engine)
 
 
 async def test_an_output_that_is_put_elsewhere_in_another_shape_is_an_error(tmp_path):
@@ -222,15 +232,6 @@ async def test_an_output_that_is_put_elsewhere_in_another_shape_is_an_error(tmp_
     failed = [one for [one] in found if isinstance(one, ExecutionError)]
     assert len(failed) == 2
     assert "shape (1, 4) for output 'output', which the model declares as (2, 4)" in str(failed[0])
-
-
-async def test_outputs_that_are_put_elsewhere_are_not_captured(tmp_path, caplog):
-    model = MovingSessions(double_onnx(tmp_path / "double.onnx"))
-    model.capabilities = replace(model.capabilities, is_capturable=True)
-    async with asynctrt.open(model, device=in_place(), max_rows=4, graphs="4") as engine:
-        assert engine.statistics().graphs == ()
-        np.testing.assert_array_equal((await engine.infer(rows(3)))["output"], 2 * rows(3))
-    assert "has outputs that ONNX Runtime has on the CPU: output" in caplog.text
 
 
 async def test_an_error_that_a_caller_keeps_does_not_keep_the_session(tmp_path):
@@ -298,22 +299,8 @@ def test_a_closed_model_loads_no_session(model):
 
 
 async def test_threads_put_batches_on_streams(model):
-    seen = set()
-    load = model.load_session
-
-    def watched(device, stream, sizes):
-        session = load(device, stream, sizes)
-        put = session.put
-
-        def noted(*arguments):
-            seen.add(threading.get_ident() == loop_thread)
-            put(*arguments)
-
-        session.put = noted
-        return session
-
-    model.load_session = watched
-    loop_thread = threading.get_ident()
+    seen, loop_thread = set(), threading.get_ident()
+    watch_puts(model, lambda: seen.add(threading.get_ident() == loop_thread))
     async with asynctrt.open(model, device=HostDevice(in_place="never"), contexts=3) as engine:
         seen.clear()  # What was run beforehand, wherever the engine was opened.
         await asyncio.gather(*(engine.infer(rows(n)) for n in range(1, 20)))
@@ -325,15 +312,7 @@ async def test_large_rows_are_staged_by_the_thread_that_enqueues(tmp_path, count
     """Also where one caller has changed its rows meanwhile: it is told, and the others get their answers."""
     model = HostSessions(double_onnx(tmp_path / "double.onnx", dims=(50_000,)))
     threads = set()
-    load = model.load_session
-
-    def watched(device, stream, sizes):
-        session = load(device, stream, sizes)
-        put = session.put
-        session.put = lambda *arguments: (threads.add(threading.current_thread().name), put(*arguments))
-        return session
-
-    model.load_session = watched
+    watch_puts(model, lambda: threads.add(threading.current_thread().name))
     device = HostDevice(in_place="never", unified=False)
     async with asynctrt.open(model, device=device, contexts=2, max_rows=64) as engine:
         threads.clear()

@@ -43,13 +43,8 @@ def mixed_onnx(path, *, inner=SHARED_NBYTES_MIN // 4 // WIDTH, dtype=np.float32)
         node("ReduceSum", "numbers", "total", keepdims=0),
         node("Mul", "input total", "scaled"),
     ]
-    return save(
-        path,
-        nodes,
-        [("input", FLOAT, ["batch", WIDTH])],
-        [("output", FLOAT, ["batch", inner]), ("scaled", FLOAT, ["batch", WIDTH])],
-        weights,
-    )
+    outputs = [("output", FLOAT, ["batch", inner]), ("scaled", FLOAT, ["batch", WIDTH])]
+    return save(path, nodes, [("input", FLOAT, ["batch", WIDTH])], outputs, weights)
 
 
 def options():
@@ -87,14 +82,15 @@ def share(path, device):
     return shared
 
 
-def sessions(shared, count=2):
-    made = []
-    for _ in range(count):
-        given = options()
-        given.add_session_config_entry("session.disable_prepacking", "1")
-        shared.add_to(given)
-        made.append(ort.InferenceSession(str(shared.path), given, providers=["CPUExecutionProvider"]))
-    return made
+def session_of(shared, level=None, **sizes):
+    given = options()
+    given.add_session_config_entry("session.disable_prepacking", "1")
+    shared.add_to(given)
+    if level is not None:
+        given.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    for name, size in sizes.items():
+        given.add_free_dimension_override_by_name(name, size)
+    return ort.InferenceSession(str(shared.path), given, providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -104,7 +100,7 @@ def test_sessions_compute_with_weights_that_lie_in_one_place(tmp_path, device, d
     expected = Loader(path)(options()).run(None, {"input": sent})
     shared = share(path, device)
     assert device.memory().held_nbytes == shared.nbytes >= SHARED_NBYTES_MIN
-    loaded = sessions(shared)
+    loaded = [session_of(shared) for _ in range(2)]
     for session in loaded:
         for found, right in zip(session.run(None, {"input": sent}), expected, strict=True):
             np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-3)
@@ -145,12 +141,7 @@ def test_what_depends_on_sizes_alone_is_computed_from_the_file(tmp_path, device)
     shared._buffer.array(np.dtype("uint8"), (shared.nbytes,), 0)[...] = 0
     sent = rng.standard_normal((3, WIDTH)).astype(np.float32)
     for level, expected in (("ORT_DISABLE_ALL", 0), ("ORT_ENABLE_BASIC", place)):
-        given = options()
-        given.add_session_config_entry("session.disable_prepacking", "1")
-        shared.add_to(given)
-        given.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
-        given.add_free_dimension_override_by_name("batch", 3)
-        session = ort.InferenceSession(str(shared.path), given, providers=["CPUExecutionProvider"])
+        session = session_of(shared, level, batch=3)
         (output,) = session.run(None, {"input": sent})
         np.testing.assert_array_equal(output, np.broadcast_to(expected, output.shape))
         del session

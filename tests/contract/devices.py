@@ -1,20 +1,17 @@
 """All devices, for the contract suites."""
 
-import asyncio
-
 import numpy as np
 
-import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
-from tests.contract.plans import RealSubject, plans_are_here
+from tests.contract.plans import WAIT_S, AnySubject, RealSubject, plans_are_here
 from tests.contract.waiting import WaitingDevice
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.gpu.support import gpu_is_here
 from tests.models import rows
 
-WAIT_S = 30
+__all__ = ["DEVICES", "WAIT_S", "WITH_PLANS", "RealSubject", "Subject", "four_floats", "strict", "subject_on"]
 
 
 def open_latch(**kw):
@@ -58,7 +55,7 @@ def four_floats(**kw):
     return some_floats(4, **kw)
 
 
-class Subject:
+class Subject(AnySubject):
     """A strict double and a model of it on one device."""
 
     is_real = False
@@ -76,15 +73,6 @@ class Subject:
         """Open the plan once more."""
         plan = double_plan(self.spec)
         return TensorRTModel(plan, device=self.device, flavour=self.double, options=self.options)
-
-    def open(self, **kw):
-        kw = {"contexts": 3, "arenas": 3, "max_rows": 4, "graphs": "off", **kw}
-        return asynctrt.open(self.model, device=self.device, **kw)
-
-    async def check(self, engine, number=1):
-        sent = rows(number)
-        async with asyncio.timeout(WAIT_S):
-            self.compare(await engine.infer(sent), sent)
 
     def compare(self, result, sent):
         """Check an answer."""

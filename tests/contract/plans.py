@@ -134,7 +134,21 @@ class RealFaults:
         assert not int(code), code
 
 
-class RealSubject:
+class AnySubject:
+    """A model on a device that can be made to fail, and rows for it."""
+
+    def open(self, **kw):
+        kw = {"contexts": 3, "arenas": 3, "max_rows": 4, "graphs": "off", **kw}
+        return asynctrt.open(self.model, device=self.device, **kw)
+
+    async def check(self, engine, number=1):
+        """Send a row, and check the answer."""
+        sent = self.rows(number)
+        async with asyncio.timeout(WAIT_S):
+            self.compare(await engine.infer(sent), sent)
+
+
+class RealSubject(AnySubject):
     """The perceptron's plan on a GPU, in the place of :class:`tests.contract.devices.Subject`."""
 
     is_real = True
@@ -151,20 +165,10 @@ class RealSubject:
         """Open the plan once more."""
         return TensorRTModel(PERCEPTRON, device=self.device, options=TensorRTOptions(**OPTIONS))
 
-    def open(self, **kw):
-        kw = {"contexts": 3, "arenas": 3, "max_rows": 4, "graphs": "off", **kw}
-        return asynctrt.open(self.model, device=self.device, **kw)
-
     @staticmethod
     def rows(*numbers):
         """Return a different row for each number."""
         return np.stack([np.random.default_rng(n & 0xFFFF).normal(size=64) for n in numbers]).astype("f4")
-
-    async def check(self, engine, number=1):
-        """Send a row, and check the answer."""
-        sent = self.rows(number)
-        async with asyncio.timeout(WAIT_S):
-            self.compare(await engine.infer(sent), sent)
 
     @classmethod
     def compare(cls, result, sent):

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from asynctrt.backends.tensorrt import TensorRTOptions
@@ -14,6 +13,7 @@ from asynctrt.devices.arenas import Arenas
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
 from tests.contract.devices import WAIT_S, Subject
 from tests.doubles.tensorrt.context import IExecutionContext
+from tests.helpers import until
 from tests.models import rows
 
 pytestmark = pytest.mark.anyio
@@ -33,21 +33,17 @@ def subject_of(device):
 
     yield make
     for each in made:
-        each.double.release_hangs()
-        each.model.close()
+        each.close()
+        assert each.double.violations() == ()
 
 
 async def hangs(subject):
-    async with asyncio.timeout(WAIT_S):
-        while not subject.double.hanging:
-            await asyncio.sleep(0)
+    await until(lambda: subject.double.hanging)
 
 
-async def answers(task, subject, number):
+async def answers(asked, subject, sent):
     async with asyncio.timeout(WAIT_S):
-        result = await task
-    for name, expected in subject.spec.expected({"input": rows(number)}).items():
-        np.testing.assert_array_equal(result[name], expected)
+        subject.compare(await asked, sent)
 
 
 @pytest.mark.parametrize("why", WAITING)
@@ -61,8 +57,7 @@ async def test_the_loop_and_other_batches_go_on_while_an_enqueue_waits(subject_o
             await subject.check(engine, number)
         assert not held.done()
         subject.double.release_hangs()
-        await answers(held, subject, 7)
-    assert subject.double.violations() == ()
+        await answers(held, subject, rows(7))
 
 
 @pytest.mark.parametrize("arenas", [1, 3])
@@ -92,12 +87,9 @@ async def test_what_hangs_in_its_enqueue_and_ends_after_all_is_let_go(subject_of
         with pytest.raises(DeviceLostError):
             await engine.infer(rows(1))
         subject.double.release_hangs()
-        async with asyncio.timeout(WAIT_S):
-            while engine._driver._given_up:
-                await asyncio.sleep(0)
+        await until(lambda: not engine._driver._given_up)
         await subject.check(engine)
         assert engine.statistics().failed == 1
-    assert subject.double.violations() == ()
 
 
 async def test_closing_does_not_wait_for_an_enqueue_that_hangs(subject_of):
@@ -129,25 +121,21 @@ async def test_batches_in_one_arena_keep_their_order_across_engines(subject_of, 
             held = asyncio.create_task(first.infer(rows(1)))
             await hangs(waits)
             behind = asyncio.create_task(second.infer(rows(2)))
-            async with asyncio.timeout(WAIT_S):
-                while not second.statistics().in_flight_batches:
-                    await asyncio.sleep(0)
+            await until(lambda: second.statistics().in_flight_batches)
             assert not behind.done()
             waits.double.release_hangs()
-            await answers(held, waits, 1)
-            await answers(behind, quick, 2)
-    assert waits.double.violations() == ()
+            await answers(held, waits, rows(1))
+            await answers(behind, quick, rows(2))
 
 
 @pytest.fixture
 def threads_of(monkeypatch):
     """Count the threads that batches are enqueued by."""
-    threads = []
-    execute = IExecutionContext.execute_async_v3
+    threads, execute = [], IExecutionContext.execute_async_v3
 
-    def noted(self, stream_handle):
+    def noted(self, handle):
         threads.append(threading.get_ident())
-        return execute(self, stream_handle)
+        return execute(self, handle)
 
     monkeypatch.setattr(IExecutionContext, "execute_async_v3", noted)
     return threads
@@ -171,9 +159,7 @@ async def test_slow_changes_of_shape_never_hold_up_the_loop(subject_of, threads_
     async with subject.open(contexts=1, arenas=1) as engine:
         for number in range(12):
             sent = rows(*range(number, number + 1 + number % 2))
-            async with asyncio.timeout(WAIT_S):
-                result = await engine.infer(sent)
-            np.testing.assert_array_equal(result["output"], subject.spec.expected({"input": sent})["output"])
+            await answers(engine.infer(sent), subject, sent)
     assert Counter(threads_of)[threading.get_ident()] == 0
 
 
@@ -216,32 +202,22 @@ async def test_what_was_not_warmed_up_in_the_same_memory_is_not_captured(subject
         kw = {"contexts": 2, "arenas": 2, "shared_arenas": arenas, "graphs": (1, 4)}
         async with subject.open(**kw) as engine:
             assert engine.statistics().graphs == ()
-            assert (
-                "cannot be captured as a CUDA graph, so its batches are put on the device call by"
-                in caplog.text
-            )
+            said = "cannot be captured as a CUDA graph, so its batches are put on the device call by"
+            assert said in caplog.text
             for number in range(5):
                 await subject.check(engine, number)
     async with subject.open(contexts=2, arenas=2, graphs=(1, 4)) as engine:
         assert engine.statistics().graphs == (1, 4)
         await subject.check(engine)
-    assert subject.double.violations() == ()
 
 
 async def test_temporary_storage_makes_no_enqueue_wait(subject_of):
     """It is allocated and freed in the order of streams, so the loop enqueues such batches itself."""
     subject = subject_of(temporary_nbytes=10_000)
-    by, taken, take = Counter(), [], DeviceMemory.take
+    taken, take = [], DeviceMemory.take
     async with subject.open(contexts=3, arenas=3) as engine:
         await subject.check(engine)
-        enqueue = IExecutionContext.execute_async_v3
-
-        def count(context, handle):
-            by[threading.get_ident()] += 1
-            return enqueue(context, handle)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(IExecutionContext, "execute_async_v3", count)
             patch.setattr(DeviceMemory, "take", lambda *args, **kw: (taken.append(kw), take(*args, **kw))[1])
             subject.double.fail_next("hang")
             held = asyncio.create_task(engine.infer(rows(7)))
@@ -250,9 +226,8 @@ async def test_temporary_storage_makes_no_enqueue_wait(subject_of):
                 await subject.check(engine, number)
             assert not held.done()
             subject.double.release_hangs()
-            await answers(held, subject, 7)
+            await answers(held, subject, rows(7))
     assert any(kw.get("stream") for kw in taken)
-    assert subject.double.violations() == ()
     assert subject.model.memory_statistics().held_nbytes == subject.model.weights_nbytes
 
 
@@ -266,7 +241,6 @@ async def test_temporary_storage_that_is_refused_fails_its_batch_alone(subject_o
             await engine.infer(rows(1))
         memory.give_back(taken)
         await subject.check(engine)
-    assert subject.double.violations() == ()
 
 
 async def test_batches_with_temporary_storage_are_captured(subject_of):
@@ -275,4 +249,3 @@ async def test_batches_with_temporary_storage_are_captured(subject_of):
         assert engine.statistics().graphs == (1, 4)
         for number in range(10):
             await subject.check(engine, number)
-    assert subject.double.violations() == ()

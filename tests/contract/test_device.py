@@ -28,6 +28,14 @@ def stream(device):
     assert made.close(WAIT_S)
 
 
+@pytest.fixture
+def streams(device):
+    made = [device.create_stream() for _ in range(2)]
+    yield made
+    for one in made:
+        assert one.close(WAIT_S)
+
+
 class Memory:
     """Memory of the device as bytes, through staging memory where the CPU cannot see it."""
 
@@ -143,8 +151,8 @@ def test_a_stream_keeps_its_order(device, stream, memory):
     assert memory.values(buffers[-1]) == {9}
 
 
-def test_a_stream_waits_for_an_event_of_another(device, memory):
-    first, second = device.create_stream(), device.create_stream()
+def test_a_stream_waits_for_an_event_of_another(device, streams, memory):
+    first, second = streams
     a, b, c = (device.allocate(1 << 20) for _ in range(3))
     for value in range(1, 20):
         memory.write(a, value)
@@ -155,21 +163,17 @@ def test_a_stream_waits_for_an_event_of_another(device, memory):
         second.copy(c, b, offset=0, nbytes=1 << 20)
         finish(second, device)
         assert memory.values(c) == {value}
-    assert first.close(WAIT_S)
-    assert second.close(WAIT_S)
 
 
-def test_a_wait_is_for_the_recording_that_was_there(device):
+def test_a_wait_is_for_the_recording_that_was_there(device, streams):
     """As with cuStreamWaitEvent, recording the event again later does not affect a waiting stream."""
-    first, second = device.create_stream(), device.create_stream()
+    first, second = streams
     event = device.create_event()
     for _ in range(20):
         first.record(event)
         second.wait(event)
         finish(second, device)
         finish(first, device)
-    assert first.close(WAIT_S)
-    assert second.close(WAIT_S)
 
 
 def test_waiting_for_an_event_that_was_never_recorded_returns_at_once(device, stream):
@@ -207,8 +211,8 @@ def test_an_event_can_be_recorded_again(device, stream):
         assert event.synchronize(WAIT_S)
 
 
-def test_work_behind_an_abandoned_stream_runs_once_that_has_ended(device, memory):
-    first, second = device.create_stream(), device.create_stream()
+def test_work_behind_an_abandoned_stream_runs_once_that_has_ended(device, streams, memory):
+    first, second = streams
     between, end = device.create_event(), device.create_event()
     source, target = memory.write(device.allocate_staging(4096), 4), device.allocate(4096)
     first.record(between)
@@ -218,8 +222,6 @@ def test_work_behind_an_abandoned_stream_runs_once_that_has_ended(device, memory
     first.abandon()
     assert end.synchronize(WAIT_S)
     assert memory.values(target) == {4}
-    assert first.close(WAIT_S)
-    assert second.close(WAIT_S)
 
 
 def test_closing_a_stream_twice(device):
@@ -245,9 +247,9 @@ def test_what_is_captured_is_not_done_until_it_is_launched(device, stream, memor
     graph.close()
 
 
-def test_graphs_keep_the_order_of_the_streams_they_are_launched_on(device, memory):
+def test_graphs_keep_the_order_of_the_streams_they_are_launched_on(device, streams, memory):
     """As arenas need it: each after the batch of another stream, whichever that was."""
-    first, second = device.create_stream(), device.create_stream()
+    first, second = streams
     a, b, c = (device.allocate(1 << 20) for _ in range(3))
     second.begin_capture()
     second.copy(c, b, offset=0, nbytes=1 << 20)
@@ -262,8 +264,6 @@ def test_graphs_keep_the_order_of_the_streams_they_are_launched_on(device, memor
         finish(second, device)
         assert memory.values(c) == {value}
     graph.close()
-    assert first.close(WAIT_S)
-    assert second.close(WAIT_S)
 
 
 def test_a_capture_needs_a_beginning_and_an_end(device, stream):

@@ -162,14 +162,7 @@ async def test_each_way_of_launching(name, arenas):
     """With graphs and without, in one arena and in two: the same answers."""
     subject = subject_on(name)
     for graphs in ("off", "1,4,8"):
-        async with asynctrt.open(
-            subject.model,
-            device=subject.device,
-            contexts=3,
-            arenas=arenas,
-            max_rows=8,
-            graphs=graphs,
-        ) as engine:
+        async with subject.open(arenas=arenas, max_rows=8, graphs=graphs) as engine:
             assert engine.statistics().graphs == (() if graphs == "off" else (1, 4, 8))
 
             async def caller(number, engine=engine):

@@ -351,10 +351,7 @@ class TestStatuses:
             ("cuStreamSynchronize", lambda device: device.allocate(1)),
             ("cuMemHostAlloc", lambda device: device.allocate_staging(1)),
             ("cuMemHostRegister", lambda device: device.pin(4096, 1)),
-            (
-                "cuMemAllocAsync",
-                lambda device: device.allocate_ordered(1, stream=device.create_stream().handle),
-            ),
+            ("cuMemAllocAsync", lambda device: device.allocate_ordered(1, stream=1)),
             ("cuEventCreate", lambda device: device.create_event()),
             ("cuStreamCreate", lambda device: device.create_stream()),
             ("cuEventRecord", lambda device: device.create_stream().record(device.create_event())),
@@ -373,6 +370,17 @@ class TestStatuses:
         assert device.lost is not None
 
 
+def behind(device):
+    """Return two streams, and events: one on the first, and the end of the second, which waits for it."""
+    streams = [device.create_stream() for _ in range(2)]
+    before, end = device.create_event(is_timed=False), device.create_event()
+    streams[0].record(before)
+    assert before.is_running()
+    streams[1].wait(before)
+    streams[1].record(end)
+    return streams, before, end
+
+
 class TestEvents:
     def test_pending_and_done(self, device, driver):
         event = device.create_event()
@@ -384,23 +392,15 @@ class TestEvents:
         assert event.synchronize(0.0)
         assert event.error is None
 
-    def test_after_work_that_failed_it_is_done_and_has_the_error(self, device, driver):
-        """Else the batch would be waited for until it counts as hung."""
-        event = device.create_event()
-        driver.codes["cuEventQuery"] = ILLEGAL
-        assert event.query()
-        assert isinstance(event.error, DeviceLostError)
-        assert device.lost is event.error
-
     def test_waiting_without_a_timeout_finds_the_error_too(self, device, driver):
         event = device.create_event()
         driver.codes["cuEventSynchronize"] = ILLEGAL
         assert event.synchronize()
         assert isinstance(event.error, DeviceLostError)
 
-    @pytest.mark.parametrize("code", [REFUSED, NO_MEMORY, UNHEARD_OF])
-    def test_if_it_cannot_be_told_whether_the_work_is_done_the_device_is_lost(self, device, driver, code):
-        """The work may still read and write, so what it uses is never used again."""
+    @pytest.mark.parametrize("code", [ILLEGAL, REFUSED, NO_MEMORY, UNHEARD_OF])
+    def test_after_work_that_failed_it_is_done_and_the_device_is_lost(self, device, driver, code):
+        """Whatever the error: the work may still read and write, so what it uses is never used again."""
         event = device.create_event()
         driver.codes["cuEventQuery"] = code
         assert event.query()
@@ -422,12 +422,7 @@ class TestEvents:
 
     def test_work_runs_once_what_it_waits_for_is_done(self, device, driver):
         """Behind another batch in an arena it waits for its turn, which is no sign that it hangs."""
-        streams = [device.create_stream() for _ in range(2)]
-        before, end = device.create_event(is_timed=False), device.create_event()
-        streams[0].record(before)
-        assert before.is_running()
-        streams[1].wait(before)
-        streams[1].record(end)
+        _, _, end = behind(device)
         driver.codes["cuEventQuery"] = PENDING
         assert not end.is_running()
         driver.codes.clear()
@@ -437,11 +432,7 @@ class TestEvents:
 
     @pytest.mark.parametrize("why", ["recorded again", "abandoned", "freed"])
     def test_what_it_waits_for_need_not_be_seen_to_be_done(self, device, driver, why):
-        streams = [device.create_stream() for _ in range(2)]
-        before, end = device.create_event(), device.create_event()
-        streams[0].record(before)
-        streams[1].wait(before)
-        streams[1].record(end)
+        streams, before, end = behind(device)
         driver.codes["cuEventQuery"] = PENDING
         assert not end.is_running()
         if why == "recorded again":
@@ -453,11 +444,7 @@ class TestEvents:
         assert end.is_running()
 
     def test_they_keep_no_other_event_alive(self, device, driver):
-        streams = [device.create_stream() for _ in range(2)]
-        before, end = device.create_event(), device.create_event()
-        streams[0].record(before)
-        streams[1].wait(before)
-        streams[1].record(end)
+        _, before, _end = behind(device)
         known = ref(before)
         del before
         assert known() is None
@@ -529,9 +516,7 @@ class TestParts:
     @pytest.mark.parametrize("function", ["cuDeviceGetDevResource", "cuDevSmResourceSplitByCount"])
     def test_a_gpu_that_cannot_be_divided(self, divisible, device, function):
         divisible.codes[function] = REFUSED
-        with pytest.raises(
-            DeviceUnavailableError, match="divided into 25% .* CUDA_ERROR_INVALID_VALUE.* 12.4"
-        ):
+        with pytest.raises(DeviceUnavailableError, match=r"into 25% .* CUDA_ERROR_INVALID_VALUE.* 12\.4"):
             device.partition(0.25)
 
     def test_nothing_is_left_for_the_rest(self, divisible, device):
@@ -550,11 +535,9 @@ class TestParts:
 class TestMemory:
     def test_the_budget(self, device, driver):
         kept = device.allocate((1 << 20) - 512)
-        with pytest.raises(
-            DeviceMemoryError, match="holds 1048064 of the 1048576 bytes of its budget"
-        ) as caught:
+        said = "holds 1048064 of the 1048576 bytes of its budget.* Lower max_rows, .* or raise memory_nbytes"
+        with pytest.raises(DeviceMemoryError, match=said):
             device.allocate(513)
-        assert "Lower max_rows, contexts or arenas, or raise memory_nbytes" in str(caught.value)
         assert device.memory().room_nbytes == 512
         device.allocate(512).close()
         kept.close()
@@ -568,9 +551,7 @@ class TestMemory:
         limit_memory(5000)
         kept = device.allocate(3000)
         assert (other.memory().room_nbytes, elsewhere.memory().room_nbytes) == (2000, 5000)
-        with pytest.raises(
-            DeviceMemoryError, match="holds 3000 of the 5000 bytes .* the limit of the process"
-        ):
+        with pytest.raises(DeviceMemoryError, match="holds 3000 of the 5000 .* the limit of the process"):
             other.allocate(2001)
         other.allocate(2000).close()
         elsewhere.allocate(5000).close()

@@ -13,8 +13,7 @@ import pytest
 
 from asynctrt.devices.host import HostDevice
 from asynctrt.devices.host.threads import LEND_PAUSE_NS_MAX, LEND_PAUSE_NS_MIN, StreamThreads, _Worker
-
-WAIT_S = 20
+from tests.devices.test_host import WAIT_S, Clock, finish
 
 
 class Job:
@@ -35,16 +34,6 @@ class Job:
         self.done.set()
 
 
-class Clock:
-    """A time that moves only when the test moves it."""
-
-    def __init__(self):
-        self.ns = 0
-
-    def __call__(self):
-        return self.ns
-
-
 def shared_threads(threads_max=2, now_ns=None):
     shared = StreamThreads(threads_max, "served", now_ns or Clock())
     shared.join()
@@ -58,13 +47,6 @@ def spin(condition, nudge=lambda: None):
             return True
         nudge()
     return condition()
-
-
-def finish(stream, device):
-    event = device.create_event()
-    stream.record(event)
-    assert event.synchronize(WAIT_S)
-    return event
 
 
 def finish_behind_work(stream, device):

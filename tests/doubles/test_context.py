@@ -1,16 +1,12 @@
 """Contexts of the double: settings, refusals and violations."""
 
 import gc
+from contextlib import contextmanager
 
 import pytest
 
 from asynctrt.testing import LatchDevice
-from tests.doubles.support import (
-    Bench,
-    rows,
-    two_profiles,
-    wait,
-)
+from tests.doubles.support import rows, two_profiles, wait
 from tests.doubles.tensorrt import EngineSpec, ViolationError
 
 TWO_PROFILES = (
@@ -19,37 +15,13 @@ TWO_PROFILES = (
 )
 
 
-@pytest.fixture
-def bench():
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Bench(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
+@contextmanager
 def violated(bench, match):
-    """That the call raises, and that it is remembered."""
-
-    class Check:
-        def __enter__(self):
-            self.raises = pytest.raises(ViolationError, match=match)
-            self.before = len(bench.trt.violations())
-            return self.raises.__enter__()
-
-        def __exit__(self, *raised):
-            done = self.raises.__exit__(*raised)
-            assert len(bench.trt.violations()) == self.before + 1
-            return done
-
-    return Check()
-
-
-# What works
+    """Check that a call raises, and that this is remembered."""
+    before = len(bench.trt.violations())
+    with pytest.raises(ViolationError, match=match):
+        yield
+    assert len(bench.trt.violations()) == before + 1
 
 
 def test_a_profile_is_not_switched_while_a_batch_is_pending(bench):
@@ -86,9 +58,6 @@ def test_an_output_allocator_of_which_nobody_hears(bench, method, does, said):
     with violated(made, said):
         user.context.execute_async_v3(stream.handle)
     assert wait(made.device, stream) is None
-
-
-# What raises
 
 
 def test_an_enqueue_without_an_output_allocator(bench):

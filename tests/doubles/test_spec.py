@@ -2,24 +2,8 @@
 
 import ml_dtypes
 import numpy as np
-import pytest
 
-from tests.doubles.support import Bench
 from tests.doubles.tensorrt import EngineSpec, TensorIO
-
-
-@pytest.fixture
-def bench():
-    benches = []
-
-    def make(*args, **kwargs):
-        benches.append(Bench(*args, **kwargs))
-        return benches[-1]
-
-    yield make
-    for made in benches:
-        made.close()
-        assert made.trt.violations() == ()
 
 
 def test_rounding_to_half_and_bfloat_is_to_the_nearest_even(bench):
@@ -29,5 +13,7 @@ def test_rounding_to_half_and_bfloat_is_to_the_nearest_even(bench):
         spec = EngineSpec(inputs=(TensorIO("input", dtype, (-1, 256)),), steps=2)
         given = values.astype(numpy_dtype)
         wide = given.astype(np.float32)
-        found = bench(spec).user().give(given).run()["output"]
+        made = bench(spec)
+        found = made.user().give(given).run()["output"]
         np.testing.assert_array_equal(found, (-(2 * wide + 1) + 2).astype(numpy_dtype))
+        assert made.trt.violations() == ()

@@ -23,6 +23,11 @@ OF_A_TENSOR = (
 )
 """What an engine tells about one tensor."""
 
+OF_AN_ENGINE = (
+    *("num_optimization_profiles", "num_aux_streams", "refittable"),
+    *("engine_capability", "hardware_compatibility_level"),
+)
+
 
 def scenario(function):
     """Note a scenario by its function's name."""
@@ -34,6 +39,11 @@ def risky(function):
     """Note a scenario that has a process of its own, after the others."""
     RISKY.add(function.__name__)
     return scenario(function)
+
+
+def opened(side, *plan):
+    side.open(*plan)
+    return side.context(), side.stream()
 
 
 # Engines
@@ -48,13 +58,7 @@ def describe(side, plan):
             side.attempt(f"{call} of {name}", lambda call=call, name=name: getattr(engine, call)(name))
     for profile in range(engine.num_optimization_profiles):
         side.attempt(f"profile {profile}", lambda at=profile: engine.get_tensor_profile_shape(inputs[0], at))
-    for name in (
-        "num_optimization_profiles",
-        "num_aux_streams",
-        "refittable",
-        "engine_capability",
-        "hardware_compatibility_level",
-    ):
+    for name in OF_AN_ENGINE:
         side.attempt(name, lambda name=name: getattr(engine, name))
     side.attempt("has enqueue memory", lambda: engine.device_memory_size > 0)
 
@@ -308,8 +312,7 @@ def shapes(side):
 
 @scenario
 def enqueue_after_a_shape_that_was_refused(side):
-    side.open()
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side)
     side.give(context, 4, 64)
     side.attempt("refused", lambda: context.set_input_shape("x", (65, 64)))
     side.attempt("enqueue", lambda: context.execute_async_v3(stream.handle))
@@ -317,23 +320,20 @@ def enqueue_after_a_shape_that_was_refused(side):
 
 @scenario
 def enqueue_without_shapes(side):
-    side.open()
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side)
     side.attempt("enqueue", lambda: context.execute_async_v3(stream.handle))
 
 
 @scenario
 def enqueue_without_addresses(side):
-    side.open()
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side)
     context.set_input_shape("x", (4, 64))
     side.attempt("enqueue", lambda: context.execute_async_v3(stream.handle))
 
 
 @scenario
 def enqueue_without_an_output(side):
-    side.open()
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side)
     side.give(context, 4, 64)
     context.set_tensor_address("y", 0)
     side.attempt("enqueue", lambda: context.execute_async_v3(stream.handle))
@@ -440,8 +440,7 @@ def profiles(side):
 
 @scenario
 def enqueue_after_a_profile_without_shapes(side):
-    side.open("encoder2")
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side, "encoder2")
     side.give(context, 16, 16)
     side.attempt("the other profile", lambda: context.set_optimization_profile_async(1, stream.handle))
     side.finish(stream)
@@ -599,8 +598,7 @@ def output_allocator(side, nbytes=1 << 20, is_old=False):
 
 @risky
 def allocator_of_an_output(side):
-    side.open()
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side)
     for is_old in (False, True):
         allocator = output_allocator(side, is_old=is_old)
         side.give(context, 4, 64)
@@ -622,8 +620,7 @@ def settings_of_output_allocators(side):
 
 @risky
 def allocator_of_an_output_refuses(side):
-    side.open()
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side)
     side.give(context, 4, 64)
     context.set_tensor_address("y", 0)
     context.set_output_allocator("y", output_allocator(side, nbytes=0))
@@ -635,8 +632,7 @@ def allocator_of_an_output_refuses(side):
 
 @scenario
 def capture(side):
-    side.open()
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side)
     arrays = side.give(context, 4, 64)
     side.attempt("enqueue", lambda: context.execute_async_v3(stream.handle))
     side.finish(stream)
@@ -652,8 +648,7 @@ def capture(side):
 
 
 def captured_at_once(side, change):
-    side.open("encoder2")
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side, "encoder2")
     side.give(context, 16, 16)
     change(context, stream)
     stream.begin_capture()
@@ -678,8 +673,7 @@ def capture_after_other_shapes(side):
 
 @risky
 def graph_after_other_shapes_and_back(side):
-    side.open()
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side)
     side.run(context, 4, 64, stream=stream)
     side.give(context, 4, 64)
     assert context.execute_async_v3(stream.handle)
@@ -707,8 +701,7 @@ def enqueue_on_the_default_stream(side):
 
 @scenario
 def auxiliary_streams_that_are_the_same(side):
-    side.open()
-    context, stream = side.context(), side.stream()
+    context, stream = opened(side)
     side.attempt("set", lambda: context.set_aux_streams([stream.handle, stream.handle]))
 
 

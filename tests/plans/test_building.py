@@ -81,24 +81,19 @@ def test_importing_the_package_does_not_import_the_builder():
         _ = asynctrt.biuld
 
 
+def with_weights_in(name, folder):
+    """Save a model whose weights are in a file of that name beside it."""
+    weights = [("w", np.eye(64, dtype=np.float32))]
+    ends = [("x", F, ["n", 64])], [("y", F, ["n", 64])]
+    path = save(folder / "m.onnx", [node("MatMul", "x w", "y")], *ends, weights)
+    onnx.save_model(onnx.load(path), path, save_as_external_data=True, location=name, size_threshold=0)
+    return path
+
+
 @pytest.mark.parametrize("length", [5, 127, 128, 200])
 def test_weights_outside_the_model_are_a_part_of_it(tmp_path, length):
     name = ("w" * length)[: length - 4] + ".bin"
-    path = save(
-        tmp_path / "m.onnx",
-        [node("MatMul", "x w", "y")],
-        [("x", F, ["n", 64])],
-        [("y", F, ["n", 64])],
-        [("w", np.eye(64, dtype=np.float32))],
-    )
-    onnx.save_model(
-        onnx.load(path),
-        path,
-        save_as_external_data=True,
-        location=name,
-        size_threshold=0,
-        convert_attribute=True,
-    )
+    path = with_weights_in(name, tmp_path)
     first = read_source(path)
     assert list(first.external) == [name]
     (tmp_path / name).write_bytes(b"\1" * (64 * 64 * 4))
@@ -107,15 +102,7 @@ def test_weights_outside_the_model_are_a_part_of_it(tmp_path, length):
 
 
 def test_weights_that_change_while_the_plan_is_built(tmp_path, monkeypatch):
-    path = save(
-        tmp_path / "m.onnx",
-        [node("MatMul", "x w", "y")],
-        [("x", F, ["n", 64])],
-        [("y", F, ["n", 64])],
-        [("w", np.eye(64, dtype=np.float32))],
-    )
-    onnx.save_model(onnx.load(path), path, save_as_external_data=True, location="w.bin", size_threshold=0)
-    source = read_source(path)
+    source = read_source(with_weights_in("w.bin", tmp_path))
     assert list(source.external) == ["w.bin"]
 
     def building(*_):
@@ -152,16 +139,9 @@ def test_a_file_outside_the_models_folder_is_not_looked_at(tmp_path):
         assert read_source(path).external == {}
 
 
-def command(*arguments, **more):
-    return subprocess.run(
-        [sys.executable, "-m", "asynctrt", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=50,
-        check=False,
-        **more,
-    )
+def command(*arguments):
+    words = [sys.executable, "-m", "asynctrt", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=50, check=False)
 
 
 @pytest.mark.tier2

@@ -17,25 +17,25 @@ from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.plan import TAG_RTX, PlanHeader
 from asynctrt.errors import ModelError
 
-SHARES_PROFILES: Final = (10, 0)
+V8_6: Final = (8, 6)
+"""The first version whose plans later versions can run, if they were built as version-compatible."""
+
+V8_6_1: Final = (8, 6, 1)
+"""The first library that is asked for the format of a tensor in each profile, and whose parser takes flags
+and reports the plugins that a version-compatible plan needs. Under the bindings of 8.6.1, these questions
+crash 8.6.0."""
+
+V10: Final = (10, 0)
 """The first version whose engines always allow several contexts to use one profile at once. Engines of 8.6
-allow it if they were built with ``PreviewFeature.PROFILE_SHARING_0806``, which no call reports."""
+allow it if they were built with ``PreviewFeature.PROFILE_SHARING_0806``, which no call reports.
+
+Its engines are also the first to call an output allocator as later libraries do, under which the call of an
+older engine ends the process; and its bindings the first to hold the GIL where they raise an error. In
+``infer_shapes``, the bindings of 8.6 do not, which ends the process."""
 
 SIZES_MEMORY: Final = (10, 1)
 """The first version in which enqueue memory is set with its size, and the library tells the needs of a
 profile or a batch."""
-
-TELLS_FORMATS_BY_PROFILE: Final = (8, 6, 1)
-"""The first library that is asked for the format of a tensor in each profile. Under the bindings of 8.6.1,
-this question crashes 8.6.0."""
-
-ASKS_PARSER: Final = (8, 6, 1)
-"""The first library whose parser takes flags, and reports the plugins that a version-compatible plan needs.
-Under the bindings of 8.6.1, both crash 8.6.0."""
-
-RAISES: Final = (10, 0)
-"""The first library whose bindings hold the GIL where they raise an error. In ``infer_shapes``, the bindings
-of 8.6 do not, which ends the process."""
 
 TELLS_WEIGHTS: Final = (10, 14)
 """The first version whose engines report the size of their weights."""
@@ -43,18 +43,9 @@ TELLS_WEIGHTS: Final = (10, 14)
 TELLS_ALIASES: Final = (10, 15)
 """The first version whose engines report which outputs overwrite an input."""
 
-CALLS_AS_LATER: Final = (10, 0)
-"""The first version whose engines call an output allocator as later libraries do. Under later libraries, the
-call of an older engine ends the process."""
-
-LACKS_UNSIZED: Final = (11, 0)
-"""The first library without the older calls for enqueue memory."""
-
-COMPATIBLE_SINCE: Final = (8, 6)
-"""The first version whose plans later versions can run, if they were built as version-compatible."""
-
-COMPATIBLE_SINCE_UNDER_11: Final = (10, 0)
-"""The same for libraries from 11 on (TensorRT's documentation, Support Matrix, Engine Portability)."""
+V11: Final = (11, 0)
+"""The first library without the older calls for enqueue memory, and without plans of versions before 10
+(TensorRT's documentation, Support Matrix, Engine Portability)."""
 
 _filtering: Final = threading.Lock()
 """Filters of warnings belong to the process, and two threads that restored them in turn would mix them up."""
@@ -91,13 +82,13 @@ class Abilities:
         here = numbers_of(flavour.version) or built
         version = min(built, here)
         return cls(
-            shares_profiles=True if version >= SHARES_PROFILES else None,
-            sizes_memory=version >= SIZES_MEMORY or here >= LACKS_UNSIZED,
-            tells_formats_by_profile=here >= TELLS_FORMATS_BY_PROFILE,
+            shares_profiles=True if version >= V10 else None,
+            sizes_memory=version >= SIZES_MEMORY or here >= V11,
+            tells_formats_by_profile=here >= V8_6_1,
             tells_weights=version >= TELLS_WEIGHTS,
             tells_aliases=version >= TELLS_ALIASES,
-            allocates_outputs=built >= CALLS_AS_LATER or here < CALLS_AS_LATER,
-            raises=here >= RAISES,
+            allocates_outputs=built >= V10 or here < V10,
+            raises=here >= V10,
         )
 
     def enqueue_nbytes(self, engine: Any, profile: int) -> int:
@@ -128,8 +119,6 @@ class Abilities:
         Where the check would crash, the shapes of the outputs must do: an unknown size is -1, and shapes that
         the engine refuses are reported as errors. ``all_binding_shapes_specified`` does not serve: on a GPU,
         TensorRT 8.6 said ``False`` of complete shapes.
-
-        :raises RuntimeError: for shapes that the engine refuses.
         """
         return not (self.raises and context.infer_shapes())
 
@@ -144,7 +133,7 @@ class Abilities:
 def asks_parser(flavour: Flavour) -> bool:
     """Return whether the ONNX parser of a library takes flags, and reports the plugins of a plan."""
     here = numbers_of(flavour.version)
-    return here is None or here >= ASKS_PARSER
+    return here is None or here >= V8_6_1
 
 
 def numbers_of(version: str) -> tuple[int, ...] | None:
@@ -155,15 +144,13 @@ def numbers_of(version: str) -> tuple[int, ...] | None:
 
 def compatible_since(library: tuple[int, ...] | None) -> tuple[int, int]:
     """Return the first version whose version-compatible plans a library of this version runs."""
-    return COMPATIBLE_SINCE if library is None or library < (11,) else COMPATIBLE_SINCE_UNDER_11
+    return V8_6 if library is None or library < V11 else V10
 
 
 def check_lean_runtime(flavour: Flavour, path: Path) -> None:
-    """Check that a library can load a lean runtime: TensorRT 11 crashes in ``load_runtime`` for 8.6.
+    """Refuse a lean runtime that a library cannot load: TensorRT 11 crashes in ``load_runtime`` for 8.6.
 
     A file that does not look like a lean runtime is left for the library to refuse.
-
-    :raises ModelError: if the lean runtime is of a version that the library cannot load.
     """
     here, found = numbers_of(flavour.version), _lean_major(path)
     oldest = compatible_since(here)[0]
@@ -178,10 +165,7 @@ def check_lean_runtime(flavour: Flavour, path: Path) -> None:
 
 
 def _lean_major(path: Path) -> int | None:
-    """Return the major version of a lean runtime from the name in it; ``None`` if there is no name.
-
-    :raises ModelError: if the path is not a regular file: the library would wait for a pipe.
-    """
+    """Return the major version of a lean runtime from the name in it; ``None`` if there is no name."""
     try:
         with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = LEAN_NAME.search(content)

@@ -41,13 +41,7 @@ def build_in_process(
     device: str | None = None,
     report: Report | None = None,
 ) -> Built:
-    """Build a plan as :func:`~asynctrt.backends.tensorrt.builder.build_plan` does, but in a separate process.
-
-    :param flavour: the name of the package, or ``None`` for the first one installed.
-    :param device: the GPU to build on, or ``None`` for CUDA's own choice.
-    :raises BuildError: also if the process crashed.
-    :raises UsageError: if the build was interrupted, or the work of this thread was cancelled.
-    """
+    """Build a plan as :func:`build_plan` does, but in a separate process, whose crash is a ``BuildError``."""
     cancellation = current()
     order = {
         "path": os.fspath(path),
@@ -193,10 +187,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel kill this process when the parent thread ends, even if that was killed.
-
-    Otherwise an abandoned build might run for a long time and hold GPU memory.
-    """
+    """Let the kernel kill this process when the parent thread ends, as a build may hold memory for hours."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 

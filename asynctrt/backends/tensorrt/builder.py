@@ -17,21 +17,23 @@ from asynctrt._util.files import read_regular, write_whole
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.abilities import asks_parser
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
+from asynctrt.backends.tensorrt.jit import CACHE_NBYTES_MAX
 from asynctrt.backends.tensorrt.messages import (
     ERRORS_MAX,
     LogSubscription,
     TensorRTErrors,
     callback,
+    create_noting,
+    implement,
     keep_alive,
     log_of,
 )
+from asynctrt.backends.tensorrt.plan import capability_text
 from asynctrt.backends.tensorrt.plugins import register_plugins
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_text, profiles_of
 from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError
-
-CACHE_NBYTES_MAX: Final = 4 << 30
 
 FAULTS: Final = {
     r"deserialize|failed to parse the onnx": "this is not an ONNX model, or a damaged one. Export it again",
@@ -120,16 +122,10 @@ def build_plan(
     report: Report | None = None,
     device: Device | None = None,
 ) -> Built:
-    """Build a plan. Blocks for seconds to hours, without holding the GIL.
+    """Build a plan from the content of an ONNX file. Blocks for seconds to hours, without holding the GIL.
 
-    :param model: the content of an ONNX file.
-    :param path: the path of that file: weights beside it are read, and messages name it.
-    :param report: called for each step. TensorRT 8 reports none.
-    :param device: the GPU to build on. Default: CUDA's own choice.
-    :raises BuildError: if the model cannot be parsed, or no plan can be built from it.
-    :raises OptionsError: for options that the package does not support, or that do not fit the model.
-    :raises DeviceUnavailableError: if the builder needs CUDA, and CUDA cannot be used here.
-    :raises DeviceMemoryError: if the GPU has too little memory.
+    Weights beside ``path`` are read, and messages name it. TensorRT 8 reports no steps to ``report``. By
+    default CUDA chooses the GPU.
     """
     check_flavour(flavour, options)
     if device is not None:
@@ -168,10 +164,7 @@ def build_plan(
 
 
 def check_flavour(flavour: Flavour, options: BuildOptions) -> None:
-    """Check that a package supports the options, before anything is parsed.
-
-    :raises OptionsError: for the first option that it does not support, or would ignore.
-    """
+    """Check that a package supports the options, before anything is parsed."""
     module, title = flavour.module, flavour.title
     if not hasattr(module, "Builder") or not hasattr(module, "OnnxParser"):
         raise OptionsError(
@@ -195,34 +188,37 @@ def check_flavour(flavour: Flavour, options: BuildOptions) -> None:
         if not hasattr(module.BuilderFlag, name):
             raise OptionsError(_lacks(flavour, name))
     for text in options.compute_capabilities:
-        known = module.ComputeCapability.__members__
-        if f"SM{text.replace('.', '')}" not in known:
-            supported = ", ".join(f"{one[2:-1]}.{one[-1]}" for one in known if one.startswith("SM"))
+        known = _gpus_of(flavour)
+        if text not in known:
             raise OptionsError(
-                f"{title} does not build for compute capability {text}, but for {supported}. For other GPUs "
-                "build with flavour='tensorrt', on one of them"
+                f"{title} does not build for compute capability {text}, but for {', '.join(known)}. For "
+                "other GPUs build with flavour='tensorrt', on one of them"
             )
 
 
 def _check_fits(device: Device, flavour: Flavour, options: BuildOptions) -> None:
     """Refuse a GPU that the package cannot build for, and limits that leave too little of its memory."""
     capability = device.compute_capability
-    members = getattr(getattr(flavour.module, "ComputeCapability", None), "__members__", None)
-    if capability is not None and "rtx" in flavour.name and members is not None:
-        name = f"SM{capability[0]}{capability[1]}"
-        if name not in members:
-            supported = ", ".join(f"{one[2:-1]}.{one[-1]}" for one in members if one.startswith("SM"))
-            raise OptionsError(
-                f"{device.gpu or device.name} has compute capability {capability[0]}.{capability[1]}, and "
-                f"{flavour.title} runs on {supported}. Build with flavour='tensorrt': pip install "
-                "'asynctrt[tensorrt]'"
-            )
+    known = _gpus_of(flavour)
+    if capability is not None and known and capability_text(capability) not in known:
+        raise OptionsError(
+            f"{device.gpu or device.name} has compute capability {capability_text(capability)}, and "
+            f"{flavour.title} runs on {', '.join(known)}. Build with flavour='tensorrt': pip install "
+            "'asynctrt[tensorrt]'"
+        )
     total = device.memory().total_nbytes
     if max(options.workspace, options.tactic_memory) > total * 3 // 4:
         raise OptionsError(
             f"workspace is {options.workspace:,} and tactic_memory {options.tactic_memory:,} bytes, and "
             f"{device.name} has {total:,}. Leave a quarter of it to the weights and to others"
         )
+
+
+def _gpus_of(flavour: Flavour) -> list[str]:
+    """Return the compute capabilities that TensorRT for RTX knows; of other packages, none."""
+    known = getattr(flavour.module, "ComputeCapability", None) if "rtx" in flavour.name else None
+    names = [name for name in getattr(known, "__members__", ()) if name.startswith("SM")]
+    return [f"{name[2:-1]}.{name[-1]}" for name in names]
 
 
 def _lacks(flavour: Flavour, flag: str) -> str:
@@ -250,12 +246,7 @@ def _flags(options: BuildOptions) -> list[str]:
 
 def _create(made: _Build) -> None:
     module, options = made.flavour.module, made.options
-    log = log_of(module)
-    try:
-        made.builder = module.Builder(log)
-        said = made.log.take()
-    except (RuntimeError, TypeError) as error:
-        said = (*made.log.take(), str(error))
+    made.builder, said = create_noting(module.Builder, module, made.log)
     if made.builder is None:
         raise DeviceUnavailableError(
             f"{made.flavour.title} cannot build here. It needs a GPU and its driver: check with nvidia-smi. "
@@ -266,7 +257,7 @@ def _create(made: _Build) -> None:
     # With an error recorder, destroying a network that a parser has filled crashes the process.
     made.network.error_recorder = None
     keep_alive(made.network, made.builder)
-    made.parser = module.OnnxParser(made.network, log)
+    made.parser = module.OnnxParser(made.network, log_of(module))
     keep_alive(made.parser, made.network)
     if options.version_compatible and asks_parser(made.flavour):
         made.parser.set_flag(module.OnnxParserFlag.NATIVE_INSTANCENORM)
@@ -416,7 +407,7 @@ def _run(made: _Build, report: Report | None) -> bytes:
     module = made.flavour.module
     # Before TensorRT 10, a build reports nothing.
     if report is not None and hasattr(module, "IProgressMonitor"):
-        monitor = _make_monitor(module, report)
+        monitor = implement(ProgressMonitor, module.IProgressMonitor, report)
         keep_alive(made.config, monitor)
         made.config.progress_monitor = monitor
     made.log.take()
@@ -498,12 +489,3 @@ class ProgressMonitor:
             self._report(BuildStep(phase, parent, min(done, total), total))
         except Exception:  # Inside the library it would end the process.
             logger.warning("the callback for the progress of a build raised", exc_info=True)
-
-
-def _make_monitor(module: Any, report: Report) -> Any:
-    class Monitor(ProgressMonitor, module.IProgressMonitor):  # type: ignore[misc]  # Known at run time.
-        def __init__(self) -> None:
-            module.IProgressMonitor.__init__(self)
-            ProgressMonitor.__init__(self, report)
-
-    return Monitor()

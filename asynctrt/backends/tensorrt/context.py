@@ -24,9 +24,10 @@ from asynctrt.backends.tensorrt.messages import (
     ErrorRecorder,
     LogSubscription,
     TensorRTErrors,
+    implement,
     keep_alive,
 )
-from asynctrt.backends.tensorrt.outputs import UnboundOutput, make_output_allocator
+from asynctrt.backends.tensorrt.outputs import OutputAllocator, TensorRTOutput
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.errors import (
@@ -130,11 +131,6 @@ class TensorRTContext:
 
     Switching the profile of a native context can take longer than a batch. So this keeps one native context
     per profile in use, as long as there is room. Only one of them runs at a time.
-
-    :param loaded: the engine, which this keeps alive with everything it needs.
-    :param signature: the engine's inputs, outputs and profiles.
-    :param device: the device to run on: the engine's device, or a part of it.
-    :param on_close: called once, when the context has been closed.
     """
 
     def __init__(
@@ -150,10 +146,12 @@ class TensorRTContext:
         self._in_place = True
         by_name = {spec.name: spec for spec in signature.outputs}
         self.unbound = {
-            name: UnboundOutput(by_name[name], loaded.device, loaded.memory) for name in signature.unbound
+            name: TensorRTOutput(by_name[name], loaded.device, loaded.memory) for name in signature.unbound
         }
         self._output_allocator = (
-            make_output_allocator(loaded.flavour.module, self.unbound) if self.unbound else None
+            implement(OutputAllocator, loaded.flavour.module.IOutputAllocator, self.unbound)
+            if self.unbound
+            else None
         )
         self._now: _State | None = _State(self._create())
         # By the latest profile that each was given, even if an error followed.
@@ -218,11 +216,6 @@ class TensorRTContext:
 
         During a capture of the stream, a batch of the same shapes must have been enqueued before: for the
         first one, TensorRT does work that cannot be part of a graph.
-
-        :raises InternalError: if the given profile does not accept the batch.
-        :raises InputError: if no profile is given, and none accepts the batch.
-        :raises ExecutionError: if TensorRT refuses; the next batch is not affected.
-        :raises DeviceLostError: if the device is lost.
         """
         begun_ns = clock.now_ns()
         chosen = binding.profile_for(rows, profile)
@@ -448,11 +441,7 @@ class TensorRTBinding:
         return {output.name: output.take() for output in self.unbound}
 
     def profile_for(self, rows: int, index: int | None) -> Profile:
-        """Return the profile with this index if it accepts a batch of ``rows``, or choose one for ``None``.
-
-        :raises InternalError: if the given profile does not accept the batch.
-        :raises InputError: if no profile is given, and none accepts the batch.
-        """
+        """Return the profile with this index, checked to accept a batch of ``rows``, or choose one."""
         # At most one entry per number of rows and profile.
         profile = self._profiles.get((rows, index))
         if profile is None:
@@ -467,11 +456,7 @@ class TensorRTBinding:
 
 
 def create_trt_context(loaded: Loaded) -> Any:
-    """Create a native context without enqueue memory.
-
-    :raises DeviceMemoryError: if its persistent memory does not fit.
-    :raises ExecutionError: if TensorRT refuses for another reason.
-    """
+    """Create a native context without enqueue memory."""
     if loaded.engine is None:
         raise UsageError("the model is closed. Open the plan again")
     loaded.device.activate()

@@ -31,11 +31,7 @@ class EngineDetails:
 
 
 def read_details(module: Any, engine: Any, abilities: Abilities) -> EngineDetails:
-    """Return the properties of an engine.
-
-    :param module: the flavour's module.
-    :param abilities: what the engine can do under its library.
-    """
+    """Return the properties of an engine."""
     stripped = abilities.stat(engine, module, "STRIPPED_WEIGHTS_SIZE")
     return EngineDetails(
         name=str(engine.name),

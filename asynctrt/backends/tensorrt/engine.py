@@ -61,10 +61,7 @@ class Profile:
         return min(high[0] for _, _, high in self.shapes)
 
     def accepts(self, dims: tuple[Dims, ...], rows: int) -> bool:
-        """Return whether it accepts a batch of ``rows`` rows.
-
-        :param dims: the dimensions of one row of each input.
-        """
+        """Return whether it accepts a batch of ``rows`` rows, whose inputs have these dimensions."""
         return len(dims) == len(self.shapes) and all(
             len(low) == len(given) + 1
             and all(a <= value <= b for a, value, b in zip(low, (rows, *given), high, strict=True))
@@ -108,12 +105,8 @@ class Signature:
         )
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> Profile:
-        """Return the profile with the least enqueue memory that accepts a batch.
-
-        If several need the same, return the one optimised for the nearest batch size.
-
-        :raises InputError: if none accepts it.
-        """
+        """Return the accepting profile with the least enqueue memory; of several, the one for the nearest
+        size."""
         accepting = [profile for profile in self.profiles if profile.accepts(dims, rows)]
         if not accepting:
             raise self._has_no_profile(rows, dims)
@@ -123,10 +116,7 @@ class Signature:
         )
 
     def checked_profile(self, index: int, dims: tuple[Dims, ...], rows: int) -> Profile:
-        """Return the profile chosen for a batch, after checking that it accepts the batch.
-
-        :raises InternalError: if the profile does not accept the batch, or does not exist.
-        """
+        """Return the profile chosen for a batch, after checking that it accepts the batch."""
         if not 0 <= index < len(self.profiles):
             raise InternalError(
                 f"profile {index} was chosen for a batch of {self.model!r}, which has {len(self.profiles)}"
@@ -140,10 +130,7 @@ class Signature:
         return profile
 
     def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
-        """Return the smallest and the largest batch of each profile that accepts rows of these dimensions.
-
-        :raises InputError: if none accepts them for any number of rows.
-        """
+        """Return the smallest and the largest batch of each profile that accepts rows of these dimensions."""
         ranges = {
             (profile.rows_min, profile.rows_max)
             for profile in self.profiles
@@ -154,10 +141,7 @@ class Signature:
         return tuple(sorted(ranges))
 
     def ranges_of(self, dim: str) -> tuple[tuple[int, int], ...]:
-        """Return the smallest and the largest size of a dimension of the inputs in each profile.
-
-        If several inputs have it, the range is the intersection of theirs.
-        """
+        """Return the range of a dimension in each profile: the intersection, if several inputs have it."""
         places = [
             (number, axis)
             for number, spec in enumerate(self.inputs)
@@ -203,13 +187,7 @@ def read_signature(
     abilities: Abilities,
     names_of_dims: Mapping[tuple[str, int], str] | None = None,
 ) -> Signature:
-    """Return the tensors and profiles of an engine. Dynamic dimensions of outputs get default names.
-
-    :param abilities: what the engine can do under its library.
-    :param names_of_dims: the names of dynamic dimensions of inputs, by input and axis; others get default
-        names.
-    :raises ModelError: for an engine whose rows cannot be batched, or are not laid out in plain memory.
-    """
+    """Return the tensors and profiles of an engine. Dynamic dimensions without a name get a default one."""
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     inputs = [name for name in names if engine.get_tensor_mode(name) == module.TensorIOMode.INPUT]
     outputs = [name for name in names if engine.get_tensor_mode(name) == module.TensorIOMode.OUTPUT]
@@ -245,11 +223,7 @@ def read_signature(
 
 
 def fixed_rows(model: str, inputs: Mapping[str, Dims], outputs: Mapping[str, Dims]) -> int | None:
-    """Return the batch size if it is fixed, and ``None`` if it is dynamic, from the shapes of the tensors.
-
-    :raises ModelError: if an input or output is missing, if one has no axes, if the inputs do not share a
-        batch axis, or if the first axis of an output has a fixed size that is not the batch size.
-    """
+    """Return the batch size if it is fixed, and ``None`` if it is dynamic, from the shapes of the tensors."""
     if not inputs or not outputs:
         raise ModelError(
             f"{model!r} has {len(inputs)} inputs and {len(outputs)} outputs, but needs at least one of each"

@@ -65,11 +65,7 @@ class Flavour:
         return self.name.replace("_", "-")
 
     def check_tag(self, tag: bytes, where: str) -> None:
-        """Check that this package runs plans that begin with ``tag``.
-
-        :param where: the name of the plan in messages.
-        :raises ModelError: if it does not; the message names the packages that can.
-        """
+        """Check that this package runs plans that begin with ``tag``."""
         if tag != self.tag:
             fits = "tensorrt_rtx" if tag == TAG_RTX else "tensorrt, tensorrt_lean or tensorrt_dispatch"
             raise ModelError(
@@ -79,16 +75,7 @@ class Flavour:
 
 
 def find_flavour(flavour: Any, tag: bytes, where: str) -> Flavour:
-    """Return the package to run a plan with: the given one, or the first that can be loaded.
-
-    :param flavour: the name of a package, a module, a stand-in for one, or ``None`` to choose.
-    :param tag: the first four bytes of the plan.
-    :param where: the name of the plan in messages.
-    :raises OptionsError: for a name that is not one of the four.
-    :raises MissingExtraError: if the package is not installed; the message names the extra that installs it.
-    :raises DeviceUnavailableError: if the package is installed, but a library that it needs is missing.
-    :raises ModelError: if the package does not run this kind of plan.
-    """
+    """Return the package for plans that begin with ``tag``: the given one, or the first that loads."""
     if flavour is None:
         return _first(tag, where)
     if isinstance(flavour, str):
@@ -103,11 +90,7 @@ def find_flavour(flavour: Any, tag: bytes, where: str) -> Flavour:
 
 
 def find_builder(flavour: str | None) -> Flavour:
-    """Return the package to build plans with: the given one, or the first that can be loaded.
-
-    :raises OptionsError: for a name that is not one of the builders.
-    :raises MissingExtraError, DeviceUnavailableError: if none is installed, or the package cannot be loaded.
-    """
+    """Return the package to build plans with: the given one, or the first that can be loaded."""
     if flavour is not None:
         return _load(choice(*BUILDERS)("flavour", flavour))
     for name in BUILDERS:
@@ -120,17 +103,12 @@ def find_builder(flavour: str | None) -> Flavour:
 
 
 def cuda_runtimes(maps: Path = MAPS) -> tuple[str, ...]:
-    """Return the paths of the CUDA runtime libraries (``libcudart``) that this process has loaded.
-
-    Loading several is a frequent cause of unexplained failures: one package loads the runtime of one CUDA
-    version, and another package or ``LD_LIBRARY_PATH`` that of another.
-    """
+    """Return the CUDA runtimes that this process has loaded. Several often cause unexplained failures."""
     try:
-        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+        mapped = maps.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ()
-    paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart" in line and line.count(" ") >= 5}
-    return tuple(sorted(path for path in paths if re.search(r"/libcudart[^/]*\.so[^/]*$", path)))
+    return tuple(sorted(set(re.findall(r"\s(/.*/libcudart[^/\n]*\.so[^/\n]*)$", mapped, re.MULTILINE))))
 
 
 def describe_runtimes(runtimes: tuple[str, ...]) -> str:

@@ -20,10 +20,7 @@ logger = logging.getLogger("asynctrt.tensorrt")
 
 
 def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
-    """Check that a package supports the options.
-
-    :raises OptionsError: if it does not; the message names the packages that can.
-    """
+    """Check that a package supports the options."""
     for name, facility, packages in (
         ("refit_from", "OnnxParserRefitter", "tensorrt or tensorrt_rtx"),
         ("runtime_cache", "IRuntimeCache", "tensorrt_rtx"),
@@ -36,11 +33,7 @@ def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
 
 
 class KernelCache:
-    """A runtime cache shared by contexts, with its file. It outlives the contexts.
-
-    :param path: the file, which need not exist.
-    :param config: a runtime config of the engine.
-    """
+    """A runtime cache shared by contexts, which it outlives, with its file, which need not exist."""
 
     def __init__(self, path: str | os.PathLike[str], config: Any) -> None:
         self._path = Path(path)
@@ -92,10 +85,7 @@ class KernelCache:
 
 
 def create_config(engine: Any, flavour: Flavour) -> Any | None:
-    """Return a runtime config for one context without enqueue memory; ``None`` if the package never compiles.
-
-    :raises ExecutionError: if the config does not accept a setting.
-    """
+    """Return a runtime config for one context without enqueue memory; ``None`` if nothing is compiled."""
     module = flavour.module
     if not hasattr(module, "CudaGraphStrategy"):
         return None

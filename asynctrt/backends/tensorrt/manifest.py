@@ -86,10 +86,7 @@ def manifest_path(plan: Path) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest.
-
-    :raises ModelError: if it cannot be read, or is not a manifest.
-    """
+    """Read a manifest."""
     try:
         content = json.loads(read_regular(path, CONFIG_NBYTES_MAX))
         if content.pop("format") != FORMAT:
@@ -110,11 +107,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def find_manifest(plan: Path | None, digest: str) -> Manifest | None:
-    """Return the manifest of a plan, or ``None`` if there is none for exactly these bytes.
-
-    :param plan: the plan's file, or ``None`` if there is none.
-    :param digest: the plan's SHA-256, in hexadecimal.
-    """
+    """Return the manifest of a plan, or ``None`` if there is none for exactly these bytes."""
     if plan is None or not manifest_path(plan).is_file():
         return None
     try:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.backends.tensorrt.messages import ERRORS_MAX, callback
+from asynctrt.backends.tensorrt.messages import ERRORS_MAX, callback, implement
 from asynctrt.devices.base import ALIGNMENT, Buffer, Device, aligned, mib
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
 
@@ -67,10 +67,7 @@ class MemoryStatistics:
 
 
 class DeviceMemory:
-    """All memory that TensorRT holds for one model. Thread-safe.
-
-    :param budget: the maximum number of bytes that it may hold.
-    """
+    """All memory that TensorRT holds for one model. Thread-safe."""
 
     def __init__(self, device: Device, *, budget: int | None) -> None:
         self._device = device
@@ -98,8 +95,6 @@ class DeviceMemory:
         """During TensorRT's creation of a context, grant allocations that should be refused, and record that.
 
         If the reserve :attr:`~Reserve.is_overdrawn` afterwards, the context must be dropped.
-
-        :raises DeviceMemoryError: if there is less room than this model's largest context took.
         """
         with self._creating:
             wanted = self._context_nbytes
@@ -116,10 +111,7 @@ class DeviceMemory:
                 reserve.end()
 
     def _check_room(self, wanted: int) -> None:
-        """Check that there is room for a context, with a margin.
-
-        :raises DeviceMemoryError: if there is not enough.
-        """
+        """Check that there is room for a context, with a margin."""
         memory, why = self._device.memory(), self._why_not(wanted)
         beside = RESERVE_NBYTES + CODE_NBYTES
         if why is None and (
@@ -140,10 +132,7 @@ class DeviceMemory:
         return taken
 
     def take(self, nbytes: int, alignment: int = ALIGNMENT, *, stream: int | None = None) -> int | None:
-        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks require.
-
-        :param stream: the handle of the stream in whose order it is allocated; ``None`` for immediate use.
-        """
+        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks require."""
         # Buffers have the alignment of CUDA allocations, and TensorRT requests no more than that.
         spare = alignment if alignment > ALIGNMENT else 0
         try:
@@ -163,11 +152,7 @@ class DeviceMemory:
         return address
 
     def give_back(self, address: int, *, stream: int | None = None) -> bool:
-        """Free the block at an address; return ``False`` if there is no block or it cannot be freed.
-
-        :param stream: the handle of the stream in whose order it is freed, if it was allocated in stream
-            order.
-        """
+        """Free the block at an address; return ``False`` if there is no block or it cannot be freed."""
         with self._lock:
             buffer = self._blocks.pop(address, None)
             if buffer is None:
@@ -291,7 +276,7 @@ def make_allocator(module: Any, source: DeviceMemory) -> Any:
     Freeing a buffer waits for the device if the device requires it, so ``deallocate_async`` needs no ordering
     on its stream.
     """
-    return _create_allocator(module.IGpuAllocator, source, in_order=False)
+    return implement(Allocator, module.IGpuAllocator, source, in_order=False)
 
 
 def make_temporary_allocator(module: Any, source: DeviceMemory) -> Any:
@@ -301,44 +286,38 @@ def make_temporary_allocator(module: Any, source: DeviceMemory) -> Any:
     (``IExecutionContext::setTemporaryStorageAllocator``). Return ``None`` for a library without it.
     """
     base = getattr(module, "IGpuAsyncAllocator", None)
-    return None if base is None else _create_allocator(base, source, in_order=True)
+    return None if base is None else implement(Allocator, base, source, in_order=True)
 
 
-def _create_allocator(base: Any, source: DeviceMemory, *, in_order: bool) -> Any:
-    """Create an allocator derived from a TensorRT class.
+class Allocator:
+    """Overrides every method of TensorRT's allocators, because the bindings call only overridden ones."""
 
-    It overrides every method, because the bindings call only overridden ones.
+    def __init__(self, source: DeviceMemory, *, in_order: bool) -> None:
+        self._source = source
+        self._in_order = in_order
 
-    :param in_order: whether the asynchronous methods allocate and free in the order of their streams.
-    """
+    @callback
+    def allocate(self, size: int, alignment: int, flags: int) -> int:
+        """Return the address of memory for immediate use, or 0: the bindings do not accept ``None``."""
+        return (self._source.take(size, alignment) or 0) if size else 0
 
-    class Allocator(base):  # type: ignore[misc]  # The module is known only at run time.
-        def __init__(self) -> None:
-            super().__init__()
+    @callback
+    def reallocate(self, address: int, alignment: int, new_size: int) -> int:
+        """Return 0: resizing is not implemented, and the block stays as it is."""
+        return 0
 
-        @callback
-        def allocate(self, size: int, alignment: int, flags: int) -> int:
-            """Return the address of memory for immediate use, or 0: the bindings do not accept ``None``."""
-            return (source.take(size, alignment) or 0) if size else 0
+    @callback
+    def deallocate(self, memory: int) -> bool:
+        """Free a block; the address 0 stands for no block."""
+        return not memory or self._source.give_back(memory)
 
-        @callback
-        def reallocate(self, address: int, alignment: int, new_size: int) -> int:
-            """Return 0: resizing is not implemented, and the block stays as it is."""
-            return 0
+    @callback
+    def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
+        """Return the address of memory for use in the order of a stream, or 0 to refuse."""
+        order = stream if self._in_order else None
+        return (self._source.take(size, alignment, stream=order) or 0) if size else 0
 
-        @callback
-        def deallocate(self, memory: int) -> bool:
-            """Free a block; the address 0 stands for no block."""
-            return not memory or source.give_back(memory)
-
-        @callback
-        def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
-            """Return the address of memory for use in the order of a stream, or 0 to refuse."""
-            return (source.take(size, alignment, stream=stream if in_order else None) or 0) if size else 0
-
-        @callback
-        def deallocate_async(self, memory: int, stream: int) -> bool:
-            """Free a block once its stream, or the whole device, no longer uses it."""
-            return not memory or source.give_back(memory, stream=stream if in_order else None)
-
-    return Allocator()
+    @callback
+    def deallocate_async(self, memory: int, stream: int) -> bool:
+        """Free a block once its stream, or the whole device, no longer uses it."""
+        return not memory or self._source.give_back(memory, stream=stream if self._in_order else None)

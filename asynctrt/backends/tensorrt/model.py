@@ -28,6 +28,7 @@ from asynctrt.backends.tensorrt.memory import (
 from asynctrt.backends.tensorrt.messages import (
     LogSubscription,
     TensorRTErrors,
+    create_noting,
     keep_alive,
     log_of,
     make_recorder,
@@ -41,7 +42,7 @@ from asynctrt.backends.tensorrt.trust import check_trust
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceMemoryError, DeviceUnavailableError, ModelError, UsageError
-from asynctrt.tensors import Dims, TensorSpec
+from asynctrt.tensors import Dims
 
 EXCLUSIVE: Final = "it was built so that an optimization profile belongs to one execution context at a time"
 SHARING: Final = (
@@ -109,7 +110,9 @@ class TensorRTModel:
             refit(read, self._loaded)
             self._loaded.cache = _create_cache(self._loaded)
             self.signature, self.capabilities = _examine(self.name, self._loaded, _names_of_dims(read))
-            self._weights_nbytes = _weights_nbytes(self._loaded)
+            self.inputs, self.outputs = self.signature.inputs, self.signature.outputs
+            self.weights_nbytes = _weights_nbytes(self._loaded)
+            """Bytes of weights on the device."""
         except BaseException:
             loaded, self._loaded = self._loaded, None
             loaded.close()
@@ -118,19 +121,6 @@ class TensorRTModel:
     def __repr__(self) -> str:
         state = "closed" if self._loaded is None else f"contexts={self._contexts}"
         return f"<TensorRTModel {self.name} {self.flavour.title} on {self.device.name} {state}>"
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self.signature.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self.signature.outputs
-
-    @property
-    def weights_nbytes(self) -> int:
-        """Bytes of weights on the device."""
-        return self._weights_nbytes
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
         return self.signature.profile_of(dims, rows).index
@@ -264,11 +254,7 @@ def _create_cache(loaded: Loaded) -> KernelCache | None:
 
 def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> Any:
     """Create TensorRT's ``Runtime``. If CUDA fails, TensorRT logs an error and creates an empty object."""
-    try:
-        runtime = flavour.module.Runtime(log_of(flavour.module))
-        said = log.take()
-    except (RuntimeError, TypeError) as error:
-        runtime, said = None, (*log.take(), str(error))
+    runtime, said = create_noting(flavour.module.Runtime, flavour.module, log)
     if runtime is None or said:
         # Never destroyed, because TensorRT 11.4 crashes in the destructor of the empty object.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
@@ -361,8 +347,6 @@ def _shares_profiles(loaded: Loaded, context: Any) -> bool:
     A new context starts with profile 0, or with none (-1) if another context has exclusive use of that.
     Requesting the profile in that case would end the process under TensorRT 8.6, because its bindings crash
     when they refuse.
-
-    :param context: a context that still has its first profile.
     """
     known = loaded.abilities.shares_profiles
     if known is not None:

@@ -7,15 +7,12 @@ truncated one, another version, another GPU.
 
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
-from asynctrt._util.files import open_regular
-from asynctrt.errors import ModelError, ModelNotFoundError
+from asynctrt.backends.model_file import opened
+from asynctrt.errors import ModelError
 
 HEADER_NBYTES: Final = 64
 """The value of ``Runtime.engine_header_size`` in packages that have it."""
@@ -85,11 +82,7 @@ class Plan:
 
 
 def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Plan) -> Plan:
-    """Read a plan from a path or from memory, and check its header. A :class:`Plan` is returned unchanged.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it is not a plan, or is truncated.
-    """
+    """Read a plan from a path or from memory, and check its header. A :class:`Plan` is returned unchanged."""
     path = None
     if isinstance(plan, Plan):
         return plan
@@ -99,22 +92,21 @@ def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Pl
     else:
         path = Path(plan)
         where, name = repr(str(path)), path.stem
-        content = _read_file(path)
+        with opened(path) as file:
+            # Refuse a file that is not a plan before reading all of it, however large it is.
+            read_header(file.read(HEADER_NBYTES), where=where, nbytes=os.fstat(file.fileno()).st_size)
+            file.seek(0)
+            # Not memory-mapped, because truncating a mapped file would kill the process.
+            content = file.read()
     return Plan(where, name, content, read_header(content, where=where), path)
 
 
 def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None = None) -> PlanHeader:
-    """Return the header of a plan.
-
-    :param content: the whole plan, or its beginning.
-    :param where: the name of the plan in messages.
-    :param nbytes: the size of the whole plan. Default: the size of ``content``.
-    :raises ModelError: if it is not a plan, or is truncated.
-    """
+    """Return the header of a plan from its content, or from the beginning of its ``nbytes`` bytes."""
     given = len(content) if nbytes is None else nbytes
     if not content:
         raise ModelError(f"{where} is empty. Rebuild the plan, or copy it again")
-    if content[:4] not in KINDS:
+    if not is_plan(content):
         raise ModelError(f"{where} is not a TensorRT plan: it {_guess(content)}")
     if len(content) < HEADER_NBYTES:
         raise ModelError(
@@ -132,41 +124,14 @@ def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None =
     return PlanHeader(tag, said, (major, minor, patch, build), capabilities)
 
 
+def is_plan(beginning: bytes) -> bool:
+    """Return whether a file begins with the signature of a plan."""
+    return beginning.startswith(tuple(KINDS))
+
+
 def capability_text(capability: tuple[int, int]) -> str:
     """Return a compute capability as NVIDIA writes it: ``9.0``."""
     return f"{capability[0]}.{capability[1]}"
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a plan or another model file for reading.
-
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it cannot be read.
-    """
-    try:
-        with open_regular(path) as file:
-            yield file
-    except FileNotFoundError as error:
-        raise ModelNotFoundError(
-            f"there is no file {str(path)!r}. Give the path of a TensorRT plan or an .onnx file; the working "
-            f"directory is {str(Path.cwd())!r}"
-        ) from error
-    except IsADirectoryError as error:
-        raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of a file in it") from error
-    except OSError as error:
-        raise ModelError(
-            f"{str(path)!r} cannot be read: {error.strerror}. Check its owner and mode"
-        ) from error
-
-
-def _read_file(path: Path) -> bytes:
-    with opened(path) as file:
-        # Refuse a file that is not a plan before reading all of it, however large it is.
-        read_header(file.read(HEADER_NBYTES), where=repr(str(path)), nbytes=os.fstat(file.fileno()).st_size)
-        file.seek(0)
-        # Not memory-mapped, because truncating a mapped file would kill the process.
-        return file.read()
 
 
 def _guess(content: bytes) -> str:
@@ -174,10 +139,10 @@ def _guess(content: bytes) -> str:
     for signature, meaning in _SIGNATURES:
         if content.startswith(signature):
             return f"begins like {meaning}"
-    start = content[:64]
-    if all(32 <= byte < 127 or byte in b"\t\n\r" for byte in start):
-        return f"is text that begins with {start.decode('ascii')[:40]!r}. Give the path of a plan"
+    start = content[:HEADER_NBYTES]
+    if start.isascii() and start.translate(None, b"\t\n\r").decode().isprintable():
+        return f"is text that begins with {start.decode()!r}. Give the path of a plan"
     return (
-        f"begins with {content[:4]!r}, but a plan begins with {TAG_TENSORRT!r} or {TAG_RTX!r}. Build one: "
-        "asynctrt build MODEL.onnx"
+        f"begins with {content[: len(TAG_RTX)]!r}, but a plan begins with {TAG_TENSORRT!r} or {TAG_RTX!r}. "
+        "Build one: asynctrt build MODEL.onnx"
     )

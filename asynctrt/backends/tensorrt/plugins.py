@@ -8,10 +8,7 @@ from asynctrt.errors import ModelError
 
 
 def register_plugins(flavour: Flavour, paths: Iterable[str], log: LogSubscription) -> None:
-    """Register TensorRT's own plugins, if the package has them, and those in the libraries at ``paths``.
-
-    :raises ModelError: for a library that cannot be opened, or is for another version.
-    """
+    """Register TensorRT's own plugins, if the package has them, and those in the libraries at ``paths``."""
     of_all = log_of(flavour.module)
     initialise = getattr(flavour.module, "init_libnvinfer_plugins", None)
     if initialise is not None:

@@ -34,10 +34,7 @@ class OutputProbe:
     def observe(
         self, context: Any, stream_handle: int, abilities: Abilities, recorder: ErrorRecorder
     ) -> None:
-        """Try shapes of every profile, skipping the shapes that the engine refuses.
-
-        :param recorder: the context's error recorder. Its errors are taken.
-        """
+        """Try shapes of every profile. Where the engine refuses one, this takes its errors."""
         for profile in self._signature.profiles:
             try:
                 if not context.set_optimization_profile_async(profile.index, stream_handle):
@@ -56,11 +53,7 @@ class OutputProbe:
                 self.refused = refused or self.refused
 
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Return the outputs, with dynamic dimensions named after the input dimensions that they follow.
-
-        :raises ModelError: for an output whose first axis does not count rows, or that also has the batch
-            size on another axis.
-        """
+        """Return the outputs, with dynamic dimensions named after the input dimensions that they follow."""
         return tuple(self._output(spec) for spec in self._signature.outputs)
 
     def _infer(self, context: Any, values: Values, abilities: Abilities) -> dict[str, Dims] | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from asynctrt.errors import ModelError, OptionsError
+from asynctrt.errors import ModelError, OptionsError, show
 
 SHAPE: Final = r"\d+(?:x\d+)*"
 INPUT: Final = re.compile(rf"(?P<name>[^=]+)=(?P<shapes>{SHAPE}(?::{SHAPE}:{SHAPE})?)(?:,|$)")
@@ -52,14 +52,7 @@ def profiles_of(
     rows_max: int,
     dims: Mapping[str, tuple[int, int, int]],
 ) -> tuple[dict[str, Range], ...]:
-    """Return the profiles of a network: the given ones, or a proposed one; none if all sizes are fixed.
-
-    :param given: profiles in text notation.
-    :param rows_max: the largest batch that a proposed profile accepts.
-    :param dims: sizes of dynamic dimensions, for a proposed profile.
-    :raises OptionsError: if profiles do not fit the inputs, or sizes are missing.
-    :raises ModelError: for an input whose values are shapes.
-    """
+    """Return the profiles of a network: the given ones, or a proposed one; none if all sizes are fixed."""
     for one in inputs:
         if one.is_shape_tensor:
             raise ModelError(
@@ -77,27 +70,24 @@ def profiles_of(
 
 
 def parse_profile(text: str) -> dict[str, Range]:
-    """Parse a profile.
-
-    :raises OptionsError: if the notation is wrong, or a size is zero, too large, or out of order.
-    """
+    """Parse a profile."""
     found: dict[str, Range] = {}
     position = 0
     while position < len(text):
         match = INPUT.match(text, position)
         if match is None or match["name"] in found:
-            fault = "names an input twice" if match else f"cannot be read from {text[position:][:60]!r} on"
+            fault = "names an input twice" if match else f"cannot be read from {show(text[position:])} on"
             raise OptionsError(
-                f"the profile {text[:200]!r} {fault}. Write it as {NOTATION!r}: the smallest, the best and "
+                f"the profile {show(text)} {fault}. Write it as {NOTATION!r}: the smallest, the best and "
                 "the largest shape, or one shape for all three; several inputs divided by commas"
             )
         shapes = [tuple(map(int, shape.split("x"))) for shape in match["shapes"].split(":")]
-        low, best, high = shapes if len(shapes) == 3 else shapes * 3
+        low, best, high = shapes if len(shapes) > 1 else shapes * 3
         if not len(low) == len(best) == len(high) or not all(
             1 <= a <= b <= c <= SIZE_MAX for a, b, c in zip(low, best, high, strict=True)
         ):
             raise OptionsError(
-                f"the shapes of {match['name']!r} in the profile {text[:200]!r} must have as many dimensions "
+                f"the shapes of {match['name']!r} in the profile {show(text)} must have as many dimensions "
                 "as each other, each ≥ 1, and rise from the smallest to the best to the largest"
             )
         found[match["name"]] = (low, best, high)
@@ -119,7 +109,7 @@ def _checked(profile: dict[str, Range], text: str, inputs: Sequence[NetworkTenso
     missing = [one.name for one in inputs if one.is_dynamic and one.name not in profile]
     if unknown or missing:
         fault = f"names {unknown}, which is not an input" if unknown else f"lacks {missing}"
-        raise OptionsError(f"the profile {text[:200]!r} {fault}. The model has {_named(inputs)}")
+        raise OptionsError(f"the profile {show(text)} {fault}. The model has {_named(inputs)}")
     for name, shapes in profile.items():
         shape = known[name].shape
         if any(
@@ -127,7 +117,7 @@ def _checked(profile: dict[str, Range], text: str, inputs: Sequence[NetworkTenso
             for one in shapes
         ):
             raise OptionsError(
-                f"the profile {text[:200]!r} has other dimensions than the model for {name!r}, which is "
+                f"the profile {show(text)} has other dimensions than the model for {name!r}, which is "
                 f"{_written(known[name])}. Only sizes that are dynamic can be chosen"
             )
     return profile
@@ -163,12 +153,11 @@ def _propose(
 
 
 def _range(tensor: NetworkTensor, sizes: Mapping[str, tuple[int, int, int]]) -> Range:
-    low, best, high = (
-        tuple(
-            sizes[tensor.name_of(axis)][which] if size < 0 else size for axis, size in enumerate(tensor.shape)
-        )
-        for which in range(3)
-    )
+    ranges = [
+        sizes[tensor.name_of(axis)] if size < 0 else (size, size, size)
+        for axis, size in enumerate(tensor.shape)
+    ]
+    low, best, high = zip(*ranges, strict=True)
     return low, best, high
 
 

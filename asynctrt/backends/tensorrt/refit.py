@@ -17,12 +17,7 @@ logger = logging.getLogger("asynctrt.tensorrt")
 
 
 def refit(plan: Plan, loaded: Loaded) -> None:
-    """Load weights from the file named in the options. Without a file, check that no weights are missing.
-
-    :raises OptionsError: if the plan was not built to be refitted.
-    :raises ModelError: if weights are missing and no file is named, or if the file lacks them.
-    :raises DeviceMemoryError, DeviceLostError, ExecutionError: if TensorRT fails to replace them.
-    """
+    """Load weights from the file named in the options. Without a file, check that no weights are missing."""
     path = loaded.options.refit_from
     is_refittable = bool(loaded.engine.refittable)
     if path is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asynctrt.backends.build_options import BUILDERS
-from asynctrt.backends.tensorrt.abilities import COMPATIBLE_SINCE, compatible_since, numbers_of
+from asynctrt.backends.tensorrt.abilities import V8_6, compatible_since, numbers_of
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
 from asynctrt.backends.tensorrt.manifest import find_manifest, manifest_path
 from asynctrt.backends.tensorrt.memory import CODE_NBYTES, MemoryRefusal, describe_refusals, lacks_memory
@@ -82,12 +82,7 @@ class Refused:
         )
 
     def before_loading(self, *, has_lean_runtime: bool) -> AsynctrtError | None:
-        """Return the error for a plan that can be refused before the library sees it, or ``None``.
-
-        Deserialising a plan runs code from it, so refuse it by its header where that suffices.
-
-        :param has_lean_runtime: whether another version's runtime will run the plan.
-        """
+        """Return the error for a plan that its header refuses: deserialising it would run code from it."""
         here, found = numbers_of(self.flavour.version), self._built_by()
         fatal = self._diagnoses() & {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}
         is_rtx = self.flavour.tag == TAG_RTX
@@ -211,7 +206,7 @@ class Refused:
         )
         if flavour.tag == TAG_RTX:
             return said
-        if self.plan.header.version[:2] < COMPATIBLE_SINCE:
+        if self.plan.header.version[:2] < V8_6:
             return f"{said}; plans of versions before 8.6 run on no other"
         if self.plan.header.version[:2] < compatible_since(numbers_of(flavour.version)):
             return f"{said}; the last version that runs plans of TensorRT {major} is TensorRT 10"

@@ -60,10 +60,7 @@ def signature_path(path: Path) -> Path:
 
 
 def signers_path(env: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the allowed-signers file.
-
-    :raises UsageError: if the variable that names it is empty.
-    """
+    """Return the path of the allowed-signers file."""
     given = env.get(VARIABLE)
     if given == "":
         raise UsageError(f"{VARIABLE} is set and empty. Give it the path of a file, or do not set it")
@@ -72,17 +69,7 @@ def signers_path(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def check_signature(content: bytes, signature: Path, signers: Path, where: str) -> str:
-    """Check that an allowed signer has signed a plan, and return the signer's identity.
-
-    :param content: the exact bytes that will be deserialised.
-    :param signature: the file with its signature.
-    :param signers: the allowed-signers file. ``SIGNERS.revoked`` beside it may list revoked keys.
-    :param where: the name of the plan in messages.
-    :raises UntrustedError: if the plan is not signed, not signed for this use, not signed with a currently
-        valid key, or was changed since; or if the check took too long.
-    :raises UsageError: if ``ssh-keygen`` is not installed, or the allowed signers cannot be read, or other
-        users could change them.
-    """
+    """Check that an allowed signer has signed exactly this content, and return the signer's identity."""
     try:
         signed = read_regular(signature, CONFIG_NBYTES_MAX)
     except OSError as error:
@@ -157,10 +144,7 @@ def _refusal(done: subprocess.CompletedProcess[bytes], signers: Path, where: str
 
 
 def _read_own(path: Path, what: str) -> bytes:
-    """Return the content of a file after checking that only this user or root can change or replace it.
-
-    :raises UsageError: if it cannot be read, or other users could change it.
-    """
+    """Return the content of a file after checking that only this user or root can change or replace it."""
     try:
         real = Path(os.path.realpath(path, strict=True))
         with open_regular(real) as file:
@@ -181,10 +165,7 @@ def _read_own(path: Path, what: str) -> bytes:
 
 
 def _check_own(path: Path, status: os.stat_result) -> None:
-    """Check that no other user can decide which keys are valid.
-
-    :raises UsageError: if another user can write the path.
-    """
+    """Check that no other user can decide which keys are valid."""
     access = foreign_access(path, status)
     if access is not None:
         raise UsageError(
@@ -194,10 +175,7 @@ def _check_own(path: Path, status: os.stat_result) -> None:
 
 
 def _check_above(folder: Path) -> None:
-    """Check that not every user can replace this folder.
-
-    :raises UsageError: if every user can.
-    """
+    """Check that not every user can replace this folder."""
     for parent in folder.parents:
         mode = stat.S_IMODE(parent.stat().st_mode)
         if mode & 0o002 and not mode & stat.S_ISVTX:

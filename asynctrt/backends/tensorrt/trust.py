@@ -34,15 +34,7 @@ LINE: Final = re.compile(r"[0-9a-f]{64}")
 
 
 def check_trust(content: bytes, path: Path | None, where: str, trust: tuple[str, ...]) -> None:
-    """Check that a plan is trusted, by one of the methods in the option ``trust``.
-
-    :param content: the whole plan. The caller must use these bytes and no others.
-    :param path: its file, with the signature beside it, or ``None``.
-    :param where: the name of the plan in messages.
-    :param trust: ``signed``, ``built-here`` and digests; if empty, every plan is trusted.
-    :raises UntrustedError: if the plan is not trusted.
-    :raises UsageError: if the allowed signers cannot be read, or ``ssh-keygen`` is not installed.
-    """
+    """Check that a plan is trusted, by one of the methods in the option ``trust``."""
     if not trust:
         return
     digest = hashlib.sha256(content).hexdigest()
@@ -78,12 +70,7 @@ def records_path(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def record(digest: str, path: Path | None = None) -> None:
-    """Record that this user has built a plan.
-
-    :param digest: the plan's SHA-256, in hexadecimal.
-    :param path: the file of the digests. Default: the file of this user.
-    :raises UsageError: if the file cannot be written, or other users can write it.
-    """
+    """Record that this user has built the plan with this SHA-256, in hexadecimal."""
     path = path or records_path()
     try:
         make_private(path.parent)
@@ -96,10 +83,7 @@ def record(digest: str, path: Path | None = None) -> None:
 
 
 def is_recorded(digest: str, path: Path | None = None) -> bool:
-    """Return whether this user has built a plan.
-
-    :raises UsageError: if the file cannot be read, or other users can write it.
-    """
+    """Return whether this user has built a plan."""
     return digest in _read(path or records_path())
 
 

@@ -39,8 +39,6 @@ def outside_of_capture(handle: int) -> str:
 
     These are host functions, such as those with which ONNX Runtime frees memory; copies to the host, because
     their result was only read during the capture; and memory that is allocated but not freed.
-
-    :param handle: the stream's handle.
     """
     code, status, _, graph, *_ = driver.cuStreamGetCaptureInfo(handle)
     if code != _OK or status != _ACTIVE:
@@ -62,8 +60,6 @@ def own_sources(context: CudaContext, graph: Any) -> PinnedBuffer | None:
 
     CUDA reads unpinned memory when the copy is enqueued, so the code that enqueued it may free or refill the
     memory once the call returns. A graph reads it at each launch.
-
-    :raises DeviceError: if a copy is not of consecutive bytes.
     """
     copies = []
     for node, kind in _nodes(graph):

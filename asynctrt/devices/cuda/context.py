@@ -137,13 +137,7 @@ def limit_memory(nbytes: int | None) -> None:
 
 
 class CudaContext:
-    """The primary context of a GPU, which is shared with other CUDA libraries in the process.
-
-    :param cuda_device: the driver's handle of the GPU.
-    :param ordinal: the number of the GPU.
-    :param memory_nbytes: the most that its buffers may hold. ``None``: no limit but the GPU's.
-    :raises DeviceLostError: if the GPU was lost in this process.
-    """
+    """The primary context of a GPU, which is shared with other CUDA libraries in the process."""
 
     def __init__(self, cuda_device: Any, ordinal: int, memory_nbytes: int | None) -> None:
         self.ordinal = ordinal
@@ -170,9 +164,7 @@ class CudaContext:
 
     def activate(self) -> None:
         self._origin.check(self._what)
-        code = driver.cuCtxSetCurrent(self._context)[0]
-        if code != _OK:
-            raise self.failed(code, f"making {self.name} the current device")
+        self.check(driver.cuCtxSetCurrent(self._context)[0], "making it the current device")
 
     def memory(self) -> MemoryFigures:
         self.activate()
@@ -211,10 +203,7 @@ class CudaContext:
             self._gpu.free(free)
 
     def take(self, nbytes: int, *, zeroed_on: int) -> int:
-        """Allocate memory for a buffer, zero it on the stream with that handle, and return its address.
-
-        :raises DeviceMemoryError: if it exceeds the budget, or the GPU has no room.
-        """
+        """Allocate memory for a buffer, zero it on the stream with that handle, and return its address."""
         self.activate()
         try:
             return self._take(nbytes, zeroed_on)
@@ -248,10 +237,7 @@ class CudaContext:
         self.count_out(nbytes)
 
     def take_in_order(self, nbytes: int, stream: int) -> int:
-        """Allocate memory in the order of a stream, and return its address.
-
-        :raises DeviceMemoryError: if it exceeds the budget, or the GPU has no room.
-        """
+        """Allocate memory in the order of a stream, and return its address."""
         self.count_in(nbytes)
         code, address = driver.cuMemAllocAsync(max(nbytes, ALIGNMENT), stream)
         if code != _OK:
@@ -260,10 +246,7 @@ class CudaContext:
         return int(address)
 
     def count_in(self, nbytes: int) -> None:
-        """Count memory that is about to be allocated, or that a library has allocated.
-
-        :raises DeviceMemoryError: if that exceeds the budget; it is not counted then.
-        """
+        """Count memory that is about to be allocated, or that a library has allocated."""
         with self._gpu.lock:
             held, budget = self._budget()
             if budget is not None and held + nbytes > budget:
@@ -294,11 +277,12 @@ class CudaContext:
 
     def free_pinned(self, address: int) -> None:
         """Free a pinned block through :meth:`Gpu.free`. May be called from any thread at any time."""
-        self._gpu.free(partial(self._free_pinned, address))
+        self._gpu.free(partial(self._call_within, driver.cuMemFreeHost, address))
 
-    def _free_pinned(self, address: int) -> None:
+    def _call_within(self, call: Callable[..., Any], *args: int) -> None:
+        """Call the driver in this context, whatever context the calling thread has."""
         driver.cuCtxPushCurrent(self._context)
-        driver.cuMemFreeHost(address)
+        call(*args)
         driver.cuCtxPopCurrent()
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
@@ -306,20 +290,13 @@ class CudaContext:
         self.activate()
         code = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)[0]
         self.check(code, f"pinning {nbytes} bytes that are shared with another process")
-        return partial(self._gpu.free, partial(self._unpin, address))
-
-    def _unpin(self, address: int) -> None:
-        driver.cuCtxPushCurrent(self._context)
-        driver.cuMemHostUnregister(address)
-        driver.cuCtxPopCurrent()
+        return partial(self._gpu.free, partial(self._call_within, driver.cuMemHostUnregister, address))
 
     def free_in_order(self, address: int, nbytes: int, stream: int) -> None:
         """Free stream-ordered memory once a stream has done its work so far."""
         if self._gpu.lost is not None:
             return
-        driver.cuCtxPushCurrent(self._context)
-        driver.cuMemFreeAsync(address, stream)
-        driver.cuCtxPopCurrent()
+        self._call_within(driver.cuMemFreeAsync, address, stream)
         self.count_out(nbytes)
 
     def check(self, code: Any, what: str) -> None:
@@ -328,10 +305,7 @@ class CudaContext:
             raise self.failed(code, what)
 
     def failed(self, code: Any, what: str, *, ends_unknown: bool = False) -> DeviceError:
-        """Return the error for a status. After a sticky error the device is lost.
-
-        :param ends_unknown: whether it is no longer known when work ends, so that it may run forever.
-        """
+        """Return the error for a status. If it is sticky, or work may now run forever, the device is lost."""
         name = text_of(driver.cuGetErrorName(code)[1])
         said = text_of(driver.cuGetErrorString(code)[1])
         if code in STICKY or ends_unknown:

@@ -21,12 +21,6 @@ QUEUES: Final = "32"
 DRIVER_MIN: Final = 12_000
 """The oldest supported driver, in the format of ``cuDriverGetVersion``: graph upload needs it."""
 
-CONCURRENCY: Final = 2
-"""The number of batches that keep a GPU busy: while one computes, the next is copied in and waits."""
-
-CONTEXTS: Final = 4
-"""One context each for the batch being copied in, computed and copied out, and a spare."""
-
 CLOSE_S: Final = 0.1
 """How long to wait for the device's private stream when the device is closed."""
 
@@ -54,8 +48,10 @@ class CudaDevice(CudaContext):
     is_pipelined = True
     prefers_graphs = True
     timing_is_free = False
-    concurrency = CONCURRENCY
-    contexts_default = CONTEXTS
+    concurrency = 2
+    """While one batch computes, the next is copied in and waits."""
+    contexts_default = 2 * concurrency
+    """One each for the batch being copied in, computed and copied out, and a spare."""
 
     def __init__(self, ordinal: int = 0, *, memory_nbytes: int | None = None) -> None:
         cuda_device = _initialise(ordinal)
@@ -103,10 +99,7 @@ class CudaDevice(CudaContext):
             raise
 
     def _divided(self, share: float) -> tuple[Any, Any]:
-        """Return two sets of multiprocessors as CUDA resources.
-
-        :raises DeviceUnavailableError: if this GPU, its driver or the CUDA bindings cannot divide them.
-        """
+        """Return two sets of multiprocessors as CUDA resources."""
         if not hasattr(driver, "cuGreenCtxCreate"):
             raise DeviceUnavailableError(
                 f"{self.name} cannot be divided by this version of cuda-python. Update it: pip install -U "
@@ -182,12 +175,7 @@ class CudaDevice(CudaContext):
 
 
 class CudaPart(CudaDevice):
-    """Some of the multiprocessors of a GPU. Work and graphs on its streams run only there.
-
-    It shares everything else with the whole device, including memory.
-
-    :param resource: the CUDA resource for those multiprocessors.
-    """
+    """Some multiprocessors of a GPU. Work and graphs on its streams run only there; the rest is shared."""
 
     def __init__(self, whole: CudaDevice, resource: Any) -> None:
         self.__dict__.update(whole.__dict__)
@@ -221,10 +209,7 @@ class CudaPart(CudaDevice):
 
 
 def find_cuda_device(name: str) -> CudaDevice:
-    """Return the GPU called ``cuda`` or ``cuda:N``.
-
-    :raises DeviceUnavailableError: if the GPU cannot be used on this machine.
-    """
+    """Return the GPU called ``cuda`` or ``cuda:N``."""
     found = re.fullmatch(r"cuda(?::(\d+))?", name)
     if found is None:
         by_uuid = ". A UUID names one with isolation='process'; or set CUDA_VISIBLE_DEVICES to it"
@@ -236,10 +221,7 @@ def find_cuda_device(name: str) -> CudaDevice:
 
 
 def _initialise(ordinal: int) -> Any:
-    """Start the driver, and return its handle for the GPU with that number.
-
-    :raises DeviceUnavailableError: if that fails, naming what is missing and the fix.
-    """
+    """Start the driver, and return its handle for the GPU with that number."""
     # By default the streams of a process share 8 hardware queues of the GPU, so a batch in one stream may
     # wait for a batch in another although both would fit. CUDA reads the variable when it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)
@@ -266,9 +248,8 @@ def _initialise(ordinal: int) -> Any:
     version = int(driver.cuDriverGetVersion()[1])
     if version < DRIVER_MIN:
         raise DeviceUnavailableError(
-            f"cuda:{ordinal} cannot be used: the driver supports CUDA {version // 1000}."
-            f"{version % 1000 // 10}, and at least {DRIVER_MIN // 1000}.{DRIVER_MIN % 1000 // 10} is needed. "
-            "Update the NVIDIA driver"
+            f"cuda:{ordinal} cannot be used: the driver supports CUDA {_cuda_version(version)}, and at "
+            f"least {_cuda_version(DRIVER_MIN)} is needed. Update the NVIDIA driver"
         )
     count = int(driver.cuDeviceGetCount()[1])
     if ordinal >= count:
@@ -277,6 +258,11 @@ def _initialise(ordinal: int) -> Any:
             "CUDA_VISIBLE_DEVICES may hide others"
         )
     return driver.cuDeviceGet(ordinal)[1]
+
+
+def _cuda_version(number: int) -> str:
+    """Return a version in the driver's notation as text: 12040 is 12.4."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _is_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

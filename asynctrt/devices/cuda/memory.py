@@ -11,10 +11,9 @@ from asynctrt.errors import DeviceError
 
 
 class CudaBuffer:
-    """Zeroed device memory, which the CPU cannot access.
+    """Zeroed device memory, which the CPU cannot access."""
 
-    :param zeroed_on: the handle of the stream that zeroes it.
-    """
+    is_host_visible = False
 
     def __init__(self, context: CudaContext, nbytes: int, *, zeroed_on: int) -> None:
         self._context = context
@@ -23,10 +22,6 @@ class CudaBuffer:
 
     def __repr__(self) -> str:
         return f"<CudaBuffer {self._context.name} nbytes={self.nbytes}>"
-
-    @property
-    def is_host_visible(self) -> bool:
-        return False
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
         raise DeviceError(f"{self!r} is memory of the GPU: copy it to staging memory to look at it")
@@ -43,6 +38,8 @@ class PinnedBuffer:
     Views keep it alive after :meth:`close`.
     """
 
+    is_host_visible = True
+
     def __init__(self, context: CudaContext, nbytes: int) -> None:
         self.nbytes = nbytes
         self._bytes = np.asarray(_PinnedBlock(context, nbytes))[:nbytes]
@@ -51,10 +48,6 @@ class PinnedBuffer:
 
     def __repr__(self) -> str:
         return f"<PinnedBuffer nbytes={self.nbytes}>"
-
-    @property
-    def is_host_visible(self) -> bool:
-        return True
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
         return view_of(self._bytes, dtype, shape, offset)
@@ -81,10 +74,9 @@ class _PinnedBlock:
 
 
 class OrderedBuffer:
-    """Stream-ordered device memory: allocated in the order of one stream, freed in the order of any stream.
+    """Stream-ordered device memory: allocated in the order of one stream, and freed in that of any stream."""
 
-    :param stream: the handle of the stream.
-    """
+    is_host_visible = False
 
     def __init__(self, context: CudaContext, nbytes: int, stream: int) -> None:
         self._context = context
@@ -92,10 +84,6 @@ class OrderedBuffer:
         self.address = context.take_in_order(nbytes, stream)
         self._free = finalize(self, context.free_in_order, self.address, nbytes, LEGACY_STREAM)
         self._free.atexit = False
-
-    @property
-    def is_host_visible(self) -> bool:
-        return False
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
         raise DeviceError("outputs that stay on the GPU cannot be seen by the CPU: DeviceArray.numpy()")

@@ -33,7 +33,7 @@ _NO_TIMES: Final = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 class CudaEvent:
     """A CUDA event. A thread that synchronizes on it sleeps. Recording an untimed event costs less."""
 
-    __slots__ = ("__weakref__", "_after", "_context", "_cuda", "_stream", "error", "recording")
+    __slots__ = ("__weakref__", "_after", "_context", "_stream", "cuda", "error", "recording")
 
     def __init__(self, context: CudaContext, *, is_timed: bool = True) -> None:
         self._context = context
@@ -43,7 +43,8 @@ class CudaEvent:
         self._stream: CudaStream | None = None
         self._after: _Recording | None = None
         context.activate()
-        code, self._cuda = driver.cuEventCreate(_BLOCKING if is_timed else _BLOCKING | _NO_TIMES)
+        code, self.cuda = driver.cuEventCreate(_BLOCKING if is_timed else _BLOCKING | _NO_TIMES)
+        """The driver's own object."""
         context.check(code, "an event")
 
     def __repr__(self) -> str:
@@ -51,13 +52,8 @@ class CudaEvent:
 
     def __del__(self) -> None:
         # CUDA itself keeps a pending event alive.
-        if getattr(self, "_cuda", None) is not None and driver is not None:
-            driver.cuEventDestroy(self._cuda)
-
-    @property
-    def cuda(self) -> Any:
-        """Return the driver's own object."""
-        return self._cuda
+        if getattr(self, "cuda", None) is not None and driver is not None:
+            driver.cuEventDestroy(self.cuda)
 
     @property
     def is_abandoned(self) -> bool:
@@ -72,7 +68,7 @@ class CudaEvent:
         self._after = after
 
     def query(self) -> bool:
-        code = driver.cuEventQuery(self._cuda)[0]
+        code = driver.cuEventQuery(self.cuda)[0]
         if code == _PENDING:
             return False
         if code != _OK:
@@ -103,7 +99,7 @@ class CudaEvent:
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         if timeout_s is None:
-            code = driver.cuEventSynchronize(self._cuda)[0]
+            code = driver.cuEventSynchronize(self.cuda)[0]
             if code != _OK:
                 self.error = self._context.failed(code, "work on a stream")
             return True
@@ -116,16 +112,13 @@ class CudaEvent:
         return True
 
     def elapsed_ns(self, since: Event) -> int:
-        code, elapsed_ms = driver.cuEventElapsedTime(_own(since)._cuda, self._cuda)
+        code, elapsed_ms = driver.cuEventElapsedTime(_own(since).cuda, self.cuda)
         self._context.check(code, "the time between two events")
         return int(elapsed_ms * 1e6)
 
 
 class CudaStream:
-    """A CUDA stream that does not wait for the default stream.
-
-    :param green: the green context whose multiprocessors run its work. ``None``: the whole GPU.
-    """
+    """A CUDA stream that does not wait for the default stream, on the whole GPU or in a green context."""
 
     def __init__(self, context: CudaContext, green: Any = None) -> None:
         self._context = context
@@ -154,14 +147,12 @@ class CudaStream:
         event = _own(event)
         event.begin(self, self._after)
         code = driver.cuEventRecord(event.cuda, self._cuda)[0]
-        if code != _OK:
-            raise self._context.failed(code, "recording an event")
+        self._context.check(code, "recording an event")
 
     def wait(self, event: Event) -> None:
         event = _own(event)
         code = driver.cuStreamWaitEvent(self._cuda, event.cuda, 0)[0]
-        if code != _OK:
-            raise self._context.failed(code, "a wait for an event")
+        self._context.check(code, "a wait for an event")
         self._after = ref(event), event.recording
 
     def copy(self, target: Buffer, source: Buffer, *, offset: int, nbytes: int) -> None:
@@ -173,10 +164,7 @@ class CudaStream:
             raise self._context.failed(code, f"a copy of {nbytes} bytes")
 
     def check(self, what: str) -> None:
-        """Detect a sticky error in work on this stream, and set ``lost`` in that case.
-
-        :param what: the operation, for the message.
-        """
+        """Detect a sticky error in work on this stream, and set ``lost`` in that case."""
         code = driver.cuStreamQuery(self._cuda)[0]
         if code not in (_OK, _PENDING) and code not in _CAPTURING:
             self._context.failed(code, what)
@@ -265,10 +253,7 @@ _collector = _Collector()
 
 
 class CudaGraph:
-    """An instantiated capture of a stream.
-
-    :param owns_sources: whether it owns a copy of the host data that it reads.
-    """
+    """An instantiated capture of a stream, which may own a copy of the host data that it reads."""
 
     def __init__(self, context: CudaContext, graph: Any, stream: Any, *, owns_sources: bool) -> None:
         self._context = context
@@ -288,8 +273,7 @@ class CudaGraph:
 
     def launch(self, *, stream: Stream) -> None:
         code = driver.cuGraphLaunch(self._exec, stream.handle)[0]
-        if code != _OK:
-            raise self._context.failed(code, "launching a graph")
+        self._context.check(code, "launching a graph")
 
     def close(self) -> None:
         graph, self._graph = self._graph, None

@@ -37,18 +37,19 @@ class HostEvent:
         "_callback",
         "_lock",
         "_reached",
-        "_recorded",
         "_stream",
         "_time_ns",
         "_waiters",
         "error",
+        "recording",
     )
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         # Recordings are counted, so that a stream waits for the right one even if the event has been recorded
         # again by the time the stream gets there.
-        self._recorded = 0
+        self.recording = 0
+        """The number of the latest recording."""
         self._reached = 0
         self._time_ns = 0
         self._callback: Callable[[], None] | None = None
@@ -57,21 +58,16 @@ class HostEvent:
         self._waiters: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        return f"<HostEvent {'done' if self._reached == self._recorded else 'pending'}>"
-
-    @property
-    def recording(self) -> int:
-        """The number of the latest recording."""
-        return self._recorded
+        return f"<HostEvent {'done' if self._reached == self.recording else 'pending'}>"
 
     @property
     def is_abandoned(self) -> bool:
         """Whether it is pending on a stream that was abandoned."""
         stream = self._stream
-        return self._reached != self._recorded and stream is not None and stream.is_abandoned
+        return self._reached != self.recording and stream is not None and stream.is_abandoned
 
     def query(self) -> bool:
-        return self._reached == self._recorded
+        return self._reached == self.recording
 
     def has_reached(self, recording: int) -> bool:
         """Return whether that recording is done."""
@@ -79,10 +75,10 @@ class HostEvent:
 
     def is_running(self) -> bool:
         stream = self._stream
-        return self._reached != self._recorded and stream is not None and stream.is_running
+        return self._reached != self.recording and stream is not None and stream.is_running
 
     def nudge(self) -> bool:
-        if self._reached == self._recorded or self._stream is None:
+        if self._reached == self.recording or self._stream is None:
             return False
         return self._stream.threads.lend_gil()
 
@@ -91,11 +87,11 @@ class HostEvent:
         # checks for a callback. At least one of the two therefore sees the other without a lock. If both do,
         # there is one redundant call, which is harmless.
         self._callback = callback
-        return self._reached != self._recorded
+        return self._reached != self.recording
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         reached = threading.Event()
-        self.call_when_reached(self._recorded, reached.set)
+        self.call_when_reached(self.recording, reached.set)
         return reached.wait(timeout_s)
 
     def call_when_reached(self, recording: int, callback: Callable[[], None]) -> None:
@@ -114,27 +110,24 @@ class HostEvent:
         return self._time_ns - since._time_ns
 
     def begin(self, stream: "HostStream") -> None:
-        """Mark the event as pending on ``stream``.
-
-        :raises DeviceError: if it is still pending from an earlier recording.
-        """
-        if self._reached != self._recorded:
+        """Mark the event as pending on ``stream``."""
+        if self._reached != self.recording:
             raise _pending(self)
         self.error = None
         self._callback = None
         self._stream = stream
-        self._recorded += 1
+        self.recording += 1
 
     def withdraw(self) -> None:
         """Undo :meth:`begin` if the event is still pending."""
-        if self._reached != self._recorded:
-            self._recorded -= 1
+        if self._reached != self.recording:
+            self.recording -= 1
 
     def reach(self, time_ns: int, error: BaseException | None) -> None:
         """Mark the event as done, and call its waiters."""
         self.error = error
         self._time_ns = time_ns
-        self._reached = self._recorded
+        self._reached = self.recording
         if self._waiters:
             with self._lock:
                 waiters, self._waiters = self._waiters, []
@@ -166,11 +159,7 @@ class Launched(partial[bool]):
 
 
 class OnLoop(Unfinished):
-    """Work that runs on the event loop although it was queued for a thread.
-
-    :param loop: the loop that launched it.
-    :param name: the model, for the log.
-    """
+    """Work that runs on the event loop although it was queued for a thread."""
 
     def __init__(self, work: Work, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._work = work
@@ -263,10 +252,7 @@ class HostStream:
         return self.is_computing or (awaited is not None and awaited.is_abandoned)
 
     def belong_to(self, model: str, *, keeps_thread: bool) -> None:
-        """Set the model whose work it runs, for the log. Call this before it has any work.
-
-        :param keeps_thread: whether all of its work runs in one thread, until some hangs there.
-        """
+        """Set, before it has work, the model that the log names, and whether one thread runs all of it."""
         self._name = repr(model)
         if keeps_thread:
             self.threads.settle(self)
@@ -354,7 +340,7 @@ class HostStream:
                 if reach not in tuple(self._operations):
                     event.withdraw()
                 raise
-        elif event._reached != event._recorded:
+        elif event._reached != event.recording:
             raise _pending(event)
         else:
             # An idle stream reaches the event at once, so this combines `begin` and `reach`; there cannot be
@@ -363,7 +349,7 @@ class HostStream:
             event._callback = None
             event._stream = self
             event._time_ns = self._now_ns()
-            event._recorded = event._reached = event._recorded + 1
+            event.recording = event._reached = event.recording + 1
 
     def wait(self, event: Event) -> None:
         if not isinstance(event, HostEvent):
@@ -401,10 +387,7 @@ class HostStream:
         return graph
 
     def abandon(self) -> None:
-        """Abandon its work: replace the thread that serves it, which ends if the work ever does.
-
-        Unfinished work is cancelled.
-        """
+        """Replace the thread that serves it, which ends if the work ever does, and cancel unfinished work."""
         self.is_abandoned = True
         self.threads.replace(self)
         self._cancel()
@@ -457,10 +440,7 @@ class HostStream:
                     return
 
     def _put(self, operation: Callable[[], bool], served: "threading.Lock | None" = None) -> None:
-        """Queue an operation.
-
-        :param served: a lock to release once a thread has run it, if the stream was idle.
-        """
+        """Queue an operation. If the stream was idle, a thread releases ``served`` once it has run it."""
         if self._closed:
             raise DeviceError(f"{self!r} is closed")
         self.threads.check()

@@ -56,10 +56,7 @@ class ReadyQueue:
         self._asleep: list[threading.Lock] = []
 
     def put(self, served: Served, home: "threading.Lock | None" = None) -> None:
-        """Add an item, and wake a thread for it.
-
-        :param home: the only thread that may serve it.
-        """
+        """Add an item, which only the thread ``home`` may serve if given, and wake a thread for it."""
         with self._lock:
             while self._asleep if home is None else home in self._asleep:
                 sleep = home or self._asleep[-1]
@@ -84,20 +81,15 @@ class ReadyQueue:
             self.put(served)
 
     def end(self) -> None:
-        """End the threads once the queue is empty.
-
-        This takes no lock, because the garbage collector may call it during any other call.
-        """
+        """End the threads once the queue is empty. Takes no lock: the garbage collector may call it."""
         self._is_over = True
         for sleep in self._asleep.copy():
             with suppress(RuntimeError):  # The thread is already awake.
                 sleep.release()
 
     def get(self, sleep: threading.Lock) -> Served | None:
-        """Wait for an item in a thread; return ``None`` if the thread should end.
-
-        :param sleep: the thread's private lock, which it holds.
-        """
+        """Wait for an item in the thread that holds the lock ``sleep``; return ``None`` if the thread should
+        end."""
         while True:
             with self._lock:
                 for index, (served, home) in enumerate(self._ready):
@@ -205,26 +197,17 @@ class StreamThreads:
         return self._exit_end_ns
 
     def check(self) -> None:
-        """Check that the threads belong to this process.
-
-        :raises UsageError: in a process that was forked from the one that made this object.
-        """
+        """Check that the threads belong to this process."""
         self._origin.check(self._what)
 
     def join(self) -> None:
-        """Register a stream.
-
-        :raises UsageError: as :meth:`check`.
-        """
+        """Register a stream."""
         self.check()
         with self._lock:
             self._streams += 1
 
     def leave(self, timeout_s: float) -> bool:
-        """Unregister a stream, and end the threads after the last one.
-
-        Return False if any of them is still running after ``timeout_s``, which covers all of them together.
-        """
+        """Unregister a stream. After the last one, end the threads, and return whether they ended in time."""
         if not self._origin.is_here:
             return True  # The threads, and perhaps the lock, are the parent's.
         with self._lock:
@@ -336,10 +319,7 @@ class StreamThreads:
         return has_gained
 
     def _have_computed(self, lent_ns: int) -> bool:
-        """Return whether a thread computed for most of the lent time and is not done: it needs the GIL again.
-
-        Otherwise, work that acquires the GIL repeatedly would starve, such as a copy of many arrays.
-        """
+        """Return whether a thread computed for most of the lent time and needs the GIL again."""
         now_ns = self._now_ns()
         return any(worker.has_computed(lent_ns, now_ns) for worker in self._workers)
 

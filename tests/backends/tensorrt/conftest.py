@@ -5,10 +5,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorrt_lean
+import tensorrt_rtx
 
+from asynctrt.devices.host import HostDevice
 from tests.backends.tensorrt.helpers import Bench
+from tests.doubles.tensorrt import StrictTensorRT
 
 BUILDER = Path(__file__).parents[2] / "gpu" / "build_identity_plan.py"
+
+
+MODULES = {
+    "double": lambda: StrictTensorRT(HostDevice()),
+    "tensorrt_lean": lambda: tensorrt_lean,
+    "tensorrt_rtx": lambda: tensorrt_rtx,
+}
+
+
+@pytest.fixture(params=MODULES)
+def module(request):
+    """A package with TensorRT's interfaces."""
+    return MODULES[request.param]()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Models over the strict double on a host device, and batches without an engine's pool."""
 
 import struct
+import threading
 
 import numpy as np
 
@@ -10,6 +11,17 @@ from asynctrt.devices.host import HostDevice
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
 WAIT_S = 20
+
+
+def in_threads(work, count=4):
+    """Do some work in several threads, all of which begin at once."""
+    barrier = threading.Barrier(count)
+    threads = [threading.Thread(target=lambda: (barrier.wait(WAIT_S), work())) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 class Bench:

@@ -31,6 +31,12 @@ def build(path, *, report=None, **options):
     return build_plan(path.read_bytes(), path, RTX, BuildOptions(**options), report)
 
 
+def saved(folder, *nodes, shape=("n", 4), outputs=None, kind=F, weights=()):
+    """Save a model with the input x and the output y."""
+    ends = [("x", kind, list(shape))], [("y", kind, list(outputs or shape))]
+    return save(folder / "m.onnx", nodes, *ends, weights)
+
+
 @pytest.fixture
 def model(tmp_path):
     return double_onnx(tmp_path / "double.onnx")
@@ -55,13 +61,7 @@ def test_profiles_and_gpus(model):
 
 
 def test_float64_becomes_float32(tmp_path):
-    path = save(
-        tmp_path / "m.onnx",
-        [node("Add", "x x", "y")],
-        [("x", TensorProto.DOUBLE, ["n", 4])],
-        [("y", TensorProto.DOUBLE, ["n", 4])],
-    )
-    made = build(path)
+    made = build(saved(tmp_path, node("Add", "x x", "y"), kind=TensorProto.DOUBLE))
     assert (made.inputs[0].dtype, made.outputs[0].dtype) == ("FLOAT", "FLOAT")
 
 
@@ -83,12 +83,7 @@ def test_a_callback_that_raises_does_not_end_the_process(model, caplog):
 
 
 def test_an_operator_that_there_is_not(tmp_path):
-    path = save(
-        tmp_path / "m.onnx",
-        [onnx.helper.make_node("Foo", ["x"], ["y"], name="the_node", domain="my")],
-        [("x", F, ["n", 4])],
-        [("y", F, ["n", 4])],
-    )
+    path = saved(tmp_path, onnx.helper.make_node("Foo", ["x"], ["y"], name="the_node", domain="my"))
     with pytest.raises(BuildError, match=r"node 0 'the_node' \(Foo\): .*\.cpp:\d+ .*Export the model"):
         build(path)
 
@@ -123,12 +118,9 @@ def test_what_to_do_fits_what_is_wrong(tmp_path, change, said):
     kind = TensorProto.STRING if change == "string" else F
     pool = node("MaxPool", "x", "y", kernel_shape=[3], dilations=[2] if change == "dilations" else [1])
     nodes = {"opset": [node("Add", "x w", "y")], "string": [node("Identity", "x", "y")], "dilations": [pool]}
-    path = save(
-        tmp_path / "m.onnx",
-        nodes[change],
-        [("x", kind, ["n", 4, 8])],
-        [("y", kind, ["n", 4, "m"])],
-        [("w", np.ones((4, 1), np.float32))] if change == "opset" else (),
+    weights = [("w", np.ones((4, 1), np.float32))] if change == "opset" else ()
+    path = saved(
+        tmp_path, *nodes[change], shape=("n", 4, 8), outputs=("n", 4, "m"), kind=kind, weights=weights
     )
     if change == "opset":
         model = onnx.load(path)
@@ -164,26 +156,14 @@ def test_options_that_it_would_ignore_or_cannot_take(model, options, said):
 
 
 def test_options_that_it_takes(model):
-    made = build(
-        model,
-        version_compatible=True,
-        exclude_lean_runtime=True,
-        tf32=False,
-        optimization_level=1,
-        profiling="detailed",
-    )
+    compatible = {"version_compatible": True, "exclude_lean_runtime": True}
+    made = build(model, tf32=False, optimization_level=1, profiling="detailed", **compatible)
     assert read_header(made.content).nbytes == len(made.content)
 
 
 @pytest.mark.skipif(gpu_is_here(), reason="with a GPU it is built")
 def test_what_needs_a_gpu_after_all(tmp_path):
-    path = save(
-        tmp_path / "m.onnx",
-        [node("MatMul", "x w", "y")],
-        [("x", F, ["n", 4])],
-        [("y", F, ["n", 4])],
-        [("w", np.eye(4, dtype=np.float32))],
-    )
+    path = saved(tmp_path, node("MatMul", "x w", "y"), weights=[("w", np.eye(4, dtype=np.float32))])
     with pytest.raises(DeviceUnavailableError, match="with refit or strip without a GPU"):
         build(path, strip=True)
 
@@ -260,14 +240,7 @@ PUBLIC = {
     "IOptimizationProfile": {"set_shape": ["input", "min", "opt", "max"]},
     "ITimingCache": {"serialize": []},
     "ParserError": {
-        "code": [],
-        "desc": [],
-        "file": [],
-        "func": [],
-        "line": [],
-        "node": [],
-        "node_name": [],
-        "node_operator": [],
+        name: [] for name in ("code", "desc", "file", "func", "line", "node", "node_name", "node_operator")
     },
 }
 """What the builder uses of the full library, as its public binding source has it (10.14 and 11): methods
@@ -371,13 +344,7 @@ def test_a_monitor_that_is_told_of_a_phase_it_does_not_know():
 
 OF_8_6 = {
     "Builder": {*PUBLIC["Builder"], "max_batch_size"},
-    "INetworkDefinition": {
-        "num_inputs",
-        "num_outputs",
-        "get_input",
-        "get_output",
-        "error_recorder",
-    },
+    "INetworkDefinition": {"num_inputs", "num_outputs", "get_input", "get_output", "error_recorder"},
     "OnnxParser": {*PUBLIC["OnnxParser"], "clear_errors"},
     "IBuilderConfig": {*PUBLIC["IBuilderConfig"], "max_workspace_size"} - {"progress_monitor"},
     "IOptimizationProfile": {"set_shape"},
@@ -482,16 +449,9 @@ def test_the_parser_of_8_6_0_is_not_asked_what_crashes_it(model, version, is_ask
 
 
 def test_an_error_of_the_parser_of_8_6_has_no_names(model):
-    told = {
-        "code": 8,
-        "desc": "No importer registered for op: Foo",
-        "file": "m.cpp",
-        "func": "parse",
-        "line": 7,
-    }
-    fault = Part(
-        "ParserError", **{name: lambda value=value: value for name, value in (*told.items(), ("node", 3))}
-    )
+    said = "No importer registered for op: Foo"
+    told = {"code": 8, "desc": said, "file": "m.cpp", "func": "parse", "line": 7, "node": 3}
+    fault = Part("ParserError", **{name: lambda value=value: value for name, value in told.items()})
     with pytest.raises(BuildError, match=r"by tensorrt 8.6.0: node 3: No importer .*m.cpp:7 parse"):
         Library86("8.6.0", (fault,)).build(model)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asynctrt.backends.tensorrt import context as context_module
-from asynctrt.backends.tensorrt.outputs import UnboundOutput
+from asynctrt.backends.tensorrt.outputs import TensorRTOutput
 from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice, HostStream
 from asynctrt.errors import (
@@ -54,6 +54,13 @@ class Spy:
         taken = list(self.calls)
         self.calls.clear()
         return taken
+
+
+def of_two_profiles(bench, spec=SEQUENCE, **options):
+    """Return a bench, a context, bindings of it for which the profiles differ, and an arena."""
+    made = bench(spec, **options)
+    context = made.create_context()
+    return made, context, [made.bind(context, input_1=length) for length in (8, 20)], made.arena()
 
 
 @pytest.fixture
@@ -122,11 +129,10 @@ def test_only_what_changes_is_said(bench, spied):
     ("room", "contexts"), [({}, 2), ({"memory_budget": 4096 + 1024}, 1), ({"memory_budget": 4096 + 2048}, 2)]
 )
 def test_each_profile_has_a_context_if_there_is_room(bench, spied, room, contexts):
-    made = bench(dataclasses.replace(SEQUENCE, persistent_nbytes=1024), **room)
-    context = made.create_context()
+    made, context, bindings, arena = of_two_profiles(
+        bench, dataclasses.replace(SEQUENCE, persistent_nbytes=1024), **room
+    )
     del spied[:]
-    arena = made.arena()
-    bindings = [made.bind(context, input_1=length) for length in (8, 20)]
     for seed in range(6):
         made.run(bindings[seed % 2], 4, arena, seed)
     assert len(spied) == contexts - 1
@@ -139,10 +145,7 @@ def test_each_profile_has_a_context_if_there_is_room(bench, spied, room, context
 
 
 def test_a_context_that_cannot_be_created_after_all_leaves_one_that_switches(bench):
-    made = bench(SEQUENCE)
-    context = made.create_context()
-    arena = made.arena()
-    bindings = [made.bind(context, input_1=length) for length in (8, 20)]
+    made, _, bindings, arena = of_two_profiles(bench)
     made.run(bindings[0], 4, arena)
     made.trt.fail_next("context-memory")
     for seed in range(4):
@@ -150,10 +153,7 @@ def test_a_context_that_cannot_be_created_after_all_leaves_one_that_switches(ben
 
 
 def test_a_context_for_another_profile_is_created_in_a_thread(bench):
-    made = bench(SEQUENCE)
-    context = made.create_context()
-    arena = made.arena()
-    small, large = (made.bind(context, input_1=length) for length in (8, 20))
+    made, context, (small, large), arena = of_two_profiles(bench)
     made.model._loaded.paces = SimpleNamespace(is_short=lambda _: True, observe=lambda *args, **kw: None)
     assert not context.may_block(small, 3, None), "the first profile has the first context"
     made.run(small, 3, arena)
@@ -164,10 +164,8 @@ def test_a_context_for_another_profile_is_created_in_a_thread(bench):
 
 
 def test_after_an_error_each_profile_goes_on_in_its_context(bench):
-    made = bench(dataclasses.replace(SEQUENCE, shares_profiles=False), version="8.6.1.6")
-    context = made.create_context()
-    arena = made.arena()
-    bindings = [made.bind(context, input_1=length) for length in (8, 20)]
+    spec = dataclasses.replace(SEQUENCE, shares_profiles=False)
+    made, _, bindings, arena = of_two_profiles(bench, spec, version="8.6.1.6")
     for binding in bindings:
         made.run(binding, 4, arena)
     for failing in bindings:
@@ -237,26 +235,23 @@ def test_memory_that_is_refused_while_a_context_is_created(bench):
 
 def test_an_arena_that_is_too_small(bench):
     made = bench()
-    context = made.create_context()
-    binding = made.bind(context)
+    binding, arena = made.ready()
     with pytest.raises(InternalError, match="no arena"):
         binding.enqueue(4, profile=None, stream=made.stream, arena=None)
     with pytest.raises(InternalError, match="needs"):
         binding.enqueue(64, profile=None, stream=made.stream, arena=made.arena(1024))
-    made.run(binding, 64, made.arena())
+    made.run(binding, 64, arena)
 
 
 def test_an_arena_that_tensorrt_refuses_is_never_taken_for_set(bench):
     """TensorRT returns nothing then, and would go on in the arena of before, beside what runs there."""
     made = bench()
-    context = made.create_context()
-    binding, arena, other = made.bind(context), made.arena(), made.arena()
+    (binding, arena), other = made.ready(), made.arena()
     made.run(binding, 4, arena)
     shifted = SimpleNamespace(address=other.address + 64, nbytes=other.nbytes)
+    said = r"set_device_memory\(0x.* failed.*must be aligned to 256 bytes"
     for _ in range(2):
-        with pytest.raises(
-            ExecutionError, match=r"set_device_memory\(0x.* failed.*must be aligned to 256 bytes"
-        ):
+        with pytest.raises(ExecutionError, match=said):
             binding.enqueue(4, profile=None, stream=made.stream, arena=shifted)
     made.run(binding, 4, other)
 
@@ -402,13 +397,11 @@ def test_unbound_outputs_belong_to_the_caller(bench):
 def test_each_batchs_output_is_taken_once(bench):
     """Otherwise a batch without an output would be answered with the rows of the batch before."""
     made = bench(DATA)
-    context = made.create_context()
-    binding, arena = made.bind(context, input_1=5), made.arena()
+    binding, arena = made.ready(input_1=5)
     for _ in range(2):
         made.run(binding, 4, arena)
         with pytest.raises(ExecutionError, match="no batch was enqueued for it"):
             binding.unbound_outputs(4)
-    context.close()
 
 
 WRONG_SHAPES = {
@@ -444,8 +437,7 @@ def test_a_reported_shape_that_cannot_be_the_batchs(bench, monkeypatch, wrong):
 def test_memory_for_an_output_that_is_refused_in_the_middle_of_an_enqueue(bench):
     """The batch is on its stream all the same, and the next one on the context is right."""
     made = bench(DATA)
-    context = made.create_context()
-    binding, arena = made.bind(context, input_1=32), made.arena()
+    binding, arena = made.ready(input_1=32)
     made.run(binding, 1, arena)
     held = made.model.memory_statistics().held_nbytes
     made.model._loaded.memory._budget = held + 1024
@@ -486,7 +478,7 @@ class FarBuffer:
 
 
 class FarStream:
-    """A stream that records copies, and makes them between the wrapped buffers."""
+    """A stream that records copies."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -495,14 +487,14 @@ class FarStream:
     def __getattr__(self, name):
         return getattr(self._stream, name)
 
-    def copy(self, target, source, *, offset, nbytes):
+    def copy_bytes(self, target, source, nbytes):
         self.copied.append(nbytes)
-        self._stream.copy(target, source._buffer, offset=offset, nbytes=nbytes)
+        self._stream.copy_bytes(target, source, nbytes)
 
 
 def test_where_the_host_cannot_see_it_the_output_is_copied_behind_the_batch(bench, monkeypatch):
     made = bench(DATA)
-    reserve = UnboundOutput.reserve
+    reserve = TensorRTOutput.reserve
 
     def far(self, nbytes):
         address = reserve(self, nbytes)
@@ -511,7 +503,7 @@ def test_where_the_host_cannot_see_it_the_output_is_copied_behind_the_batch(benc
         self._buffer = FarBuffer(self._buffer)
         return address
 
-    monkeypatch.setattr(UnboundOutput, "reserve", far)
+    monkeypatch.setattr(TensorRTOutput, "reserve", far)
     binding, arena = made.ready(input_1=7)
     stream = FarStream(made.stream)
     for seed, rows in enumerate((3, 64, 5)):
@@ -564,15 +556,14 @@ def test_outputs_that_are_not_what_was_found_at_opening(bench, monkeypatch):
 def test_what_fails_on_a_device_without_memory_fails_for_that(bench, monkeypatch):
     """TensorRT 8.6 says "Cask" and nothing of memory, when an enqueue finds none."""
     made = bench()
-    context = made.create_context()
-    binding = made.bind(context)
+    binding, arena = made.ready()
     made.trt.fail_next("enqueue")
     figures = MemoryFigures(free_nbytes=1 << 20, total_nbytes=80 << 30, held_nbytes=0)
     with monkeypatch.context() as patched:
         patched.setattr(made.device, "memory", lambda: figures)
         with pytest.raises(DeviceMemoryError, match="execute_async_v3"):
-            made.run(binding, 4, made.arena())
-    made.run(binding, 4, made.arena())
+            made.run(binding, 4, arena)
+    made.run(binding, 4, arena)
     made.trt.fail_next("enqueue")
     with pytest.raises(ExecutionError, match="execute_async_v3"):
-        made.run(binding, 4, made.arena())
+        made.run(binding, 4, arena)

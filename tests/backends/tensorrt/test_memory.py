@@ -4,8 +4,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import tensorrt_lean
-import tensorrt_rtx
 
 from asynctrt.backends.tensorrt import memory as memory_module
 from asynctrt.backends.tensorrt.memory import (
@@ -17,10 +15,9 @@ from asynctrt.backends.tensorrt.memory import (
 from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError, DeviceMemoryError
-from tests.doubles.tensorrt import StrictTensorRT
+from tests.backends.tensorrt.helpers import WAIT_S, in_threads
 
 MIB = 2**20
-WAIT_S = 20
 
 
 @pytest.fixture
@@ -177,31 +174,22 @@ def test_of_several_refusals_the_last_is_told():
 
 def test_many_threads_at_once(device):
     held = memory(device, budget=50 * 1024)
-    barrier = threading.Barrier(4)
     failures = []
 
     def work():
-        barrier.wait(10)
         for _ in range(300):
             address = held.take(1024)
             if address is not None and not held.give_back(address):
                 failures.append(address)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    in_threads(work)
     assert not failures
     assert held.statistics().held_nbytes == 0
 
 
-@pytest.mark.parametrize("name", ["double", "tensorrt_lean", "tensorrt_rtx"])
-def test_the_allocator_that_tensorrt_calls(device, name):
-    modules = {"double": StrictTensorRT(device), "tensorrt_lean": tensorrt_lean, "tensorrt_rtx": tensorrt_rtx}
+def test_the_allocator_that_tensorrt_calls(device, module):
     held = memory(device, budget=1000)
-    allocator = make_allocator(modules[name], held)
+    allocator = make_allocator(module, held)
     asynchronous, plain = allocator.allocate_async(500, 256, 0, 7), allocator.allocate(400, 0, 0)
     assert asynchronous % 256 == 0
     assert held.statistics().held_nbytes == 900
@@ -217,12 +205,10 @@ def test_the_allocator_that_tensorrt_calls(device, name):
     assert held.statistics().held_nbytes == 0
 
 
-@pytest.mark.parametrize("name", ["double", "tensorrt_lean", "tensorrt_rtx"])
-def test_the_allocator_of_temporary_storage_works_in_the_order_of_streams(name):
+def test_the_allocator_of_temporary_storage_works_in_the_order_of_streams(module):
     device = HostDevice(in_place="never")
-    modules = {"double": StrictTensorRT(device), "tensorrt_lean": tensorrt_lean, "tensorrt_rtx": tensorrt_rtx}
     held = memory(device, budget=1000)
-    allocator = make_temporary_allocator(modules[name], held)
+    allocator = make_temporary_allocator(module, held)
     stream, go = device.create_stream(), threading.Event()
     stream.launch(lambda: go.wait(WAIT_S), label="before")
     address = allocator.allocate_async(500, 256, 0, stream.handle)

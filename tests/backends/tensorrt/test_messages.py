@@ -8,31 +8,18 @@ import threading
 from pathlib import Path
 
 import pytest
-import tensorrt_lean
-import tensorrt_rtx
 
-from asynctrt.backends.tensorrt.messages import ERRORS_MAX, TensorRTErrors, log_of, make_recorder
-from asynctrt.devices.host import HostDevice
-from tests.doubles.tensorrt import StrictTensorRT
+from asynctrt.backends.tensorrt.messages import ERRORS_MAX, LEVELS, TensorRTErrors, log_of, make_recorder
+from tests.backends.tensorrt.helpers import in_threads
 
 ROOT = Path(__file__).parents[3]
-MODULES = {
-    "double": lambda: StrictTensorRT(HostDevice()),
-    "tensorrt_lean": lambda: tensorrt_lean,
-    "tensorrt_rtx": lambda: tensorrt_rtx,
-}
-
-
-@pytest.fixture(params=MODULES)
-def module(request):
-    return MODULES[request.param]()
 
 
 def test_severities_become_levels(module, caplog):
     log = log_of(module)
     loud = log.subscribe(logging.DEBUG)
     with caplog.at_level(logging.DEBUG, "asynctrt.tensorrt"):
-        for name in ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"):
+        for name in LEVELS:
             message = f"a message %s of {name}"
             log.log(getattr(module.ILogger.Severity, name), message)
     assert loud.take() == ("a message %s of INTERNAL_ERROR", "a message %s of ERROR")
@@ -96,9 +83,7 @@ def test_what_another_thread_caused_is_not_blamed_on_a_model(module):
         log.log(module.ILogger.Severity.ERROR, "an error")
         others.append(seen.take())
 
-    thread = threading.Thread(target=load)
-    thread.start()
-    thread.join(20)
+    in_threads(load, 1)
     assert others == [("an error",)]
     assert mine.take() == ()
 
@@ -131,6 +116,13 @@ def test_the_garbage_of_a_message_may_log_one_of_its_own(module):
     assert finished
 
 
+def printed(program):
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 TWO_RUNTIMES = """
 import gc, logging, sys
 import tensorrt_rtx as trt
@@ -152,13 +144,10 @@ print("the second one goes on", flush=True)
 
 def test_the_real_library_calls_the_first_logger_for_ever():
     """What belongs to no runtime, such as plugins, is logged with it; freed, it ended the process."""
-    command = [sys.executable, "-c", TWO_RUNTIMES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    said = done.stdout.splitlines()
+    said = printed(TWO_RUNTIMES).splitlines()
     assert said[-1] == "the second one goes on"
     assert any("unheard-of" in line for line in said[:-1]), "nothing was logged, so this proves nothing"
-    assert "differs" not in done.stdout
+    assert not any("differs" in line for line in said)
 
 
 WITHIN_A_MESSAGE = """
@@ -180,11 +169,8 @@ log.log(Severity(), "outer")
 
 def test_the_real_library_logs_while_it_logs():
     """As when garbage is collected there: the bindings took the second for a call of the base class."""
-    command = [sys.executable, "-c", WITHIN_A_MESSAGE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    said = [word for line in done.stdout.splitlines() for word in ("outer", "inner") if word in line]
-    assert said == ["inner", "outer"]
+    said = printed(WITHIN_A_MESSAGE).splitlines()
+    assert [word for line in said for word in ("outer", "inner") if word in line] == ["inner", "outer"]
 
 
 def test_errors_are_recorded_and_taken_once(module):
@@ -216,20 +202,13 @@ def test_a_recorder_is_bounded_and_says_so(module):
 
 def test_a_recorder_is_used_from_many_threads(module):
     recorder = make_recorder(module)
-    barrier = threading.Barrier(4)
 
     def report():
-        barrier.wait(10)
         for _ in range(200):
             recorder.report_error(module.ErrorCodeTRT.INTERNAL_ERROR, "an error")
             recorder.take()
 
-    threads = [threading.Thread(target=report) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    in_threads(report)
     assert not recorder.take()
 
 
@@ -244,30 +223,24 @@ def test_long_texts_are_cut():
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "is_sticky"),
     [
-        "Cask (Cask convolution execution) ... (cudaError 700: an illegal memory access was encountered)",
-        "Cuda Runtime (an illegal memory access was encountered)",
-        "CUDA error: 719",
-        "CUDA error: 714",
-        "CUDA error: 999",
-        "CUDA_ERROR_LAUNCH_FAILED",
-        "cudaErrorMisalignedAddress",
-        "uncorrectable ECC error encountered",
+        (
+            "Cask (Cask convolution execution) ... (cudaError 700: an illegal memory access was encountered)",
+            True,
+        ),
+        ("Cuda Runtime (an illegal memory access was encountered)", True),
+        ("CUDA error: 719", True),
+        ("CUDA error: 714", True),
+        ("CUDA error: 999", True),
+        ("CUDA_ERROR_LAUNCH_FAILED", True),
+        ("cudaErrorMisalignedAddress", True),
+        ("uncorrectable ECC error encountered", True),
+        ("cudaError 35: CUDA driver version is insufficient", False),
+        ("out of memory", False),
+        ("cudaError 2: 700 bytes", False),
+        ("cudaError 712: part or all of the requested memory range is already mapped", False),
     ],
 )
-def test_errors_that_end_the_use_of_a_device(text):
-    assert TensorRTErrors((("UNSPECIFIED_ERROR", text),)).is_sticky
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cudaError 35: CUDA driver version is insufficient",
-        "out of memory",
-        "cudaError 2: 700 bytes",
-        "cudaError 712: part or all of the requested memory range is already mapped",
-    ],
-)
-def test_errors_that_do_not(text):
-    assert not TensorRTErrors((("UNSPECIFIED_ERROR", text),)).is_sticky
+def test_errors_that_end_the_use_of_a_device(text, is_sticky):
+    assert TensorRTErrors((("UNSPECIFIED_ERROR", text),)).is_sticky == is_sticky

@@ -135,10 +135,7 @@ class IExecutionContext(Reporter):
         return f"<IExecutionContext {self.name!r} profile={self._profile} shapes={self._shapes}>"
 
     def _check_detachable(self) -> None:
-        """Check that it may be left without a recorder.
-
-        :raises ViolationError: if a later library runs an engine of TensorRT 8, with which this crashes.
-        """
+        """Check that it may be left without a recorder: under a later library, TensorRT 8 crashes then."""
         if self._engine._is_passed_on:
             raise self._violation(
                 f"error_recorder is set to None: TensorRT {self._core.library.version} ends the process when "
@@ -560,10 +557,7 @@ class IExecutionContext(Reporter):
 
     @exclusive
     def execute_async_v3(self, stream_handle: int) -> bool:
-        """Enqueue one batch on a stream; ``False``, and an error, if the real library or the device refuses.
-
-        :raises ViolationError: for undefined behaviour, which the package's documentation lists.
-        """
+        """Enqueue one batch on a stream; ``False``, and an error, if the library or the device refuses."""
         handle = int(stream_handle)
         self._check_stream(handle)
         if self._core.monitor.take("enqueue"):
@@ -711,10 +705,7 @@ class IExecutionContext(Reporter):
         return True
 
     def _prepared(self) -> EnqueuedBatch:
-        """Return the next batch, which is complete, without its numbers. It is made anew only after a change.
-
-        :raises ViolationError: for shapes, addresses or enqueue memory that are wrong.
-        """
+        """Return the next batch, without its numbers. It is made anew only after a change."""
         if self._refused:
             raise self._violation(f"executes although {self._refused}: it would run with the old shapes")
         needed = self._arena_needed()

@@ -111,10 +111,7 @@ class Core:
 
     @property
     def logger(self) -> ILogger:
-        """The application's logger.
-
-        :raises ViolationError: if it was destroyed, or the one of the whole library.
-        """
+        """The application's logger."""
         logger = self._logger()
         if logger is None:
             raise self.monitor.found(
@@ -129,10 +126,7 @@ class Core:
 
     @property
     def allocator(self) -> IGpuAllocator | None:
-        """The application's allocator, or ``None`` if it has not set one.
-
-        :raises ViolationError: if it was destroyed.
-        """
+        """The application's allocator, or ``None`` if it has not set one."""
         if self._allocator is None:
             return None
         allocator = self._allocator()
@@ -148,10 +142,8 @@ class Core:
         self._allocator = None if allocator is None else weakref.ref(allocator)
 
     def check(self) -> None:
-        """Check what every call checks first.
-
-        :raises ViolationError: for a noted violation, and for a callback object that was destroyed.
-        """
+        """Raise a violation that was noted, or that a callback object was destroyed, as every call does
+        first."""
         self.executor.poll()
         self.monitor.raise_noted()
         _ = self.logger, self.allocator
@@ -161,11 +153,8 @@ class Core:
         self.logger.log(severity, message)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Allocate device memory from the application's allocator or, without one, from the device.
-
-        :returns: ``None`` if the memory was refused.
-        :raises ViolationError: if the allocator returns ``None``, or an address that is not aligned.
-        """
+        """Allocate from the application's allocator or, without one, from the device; ``None`` if it is
+        refused."""
         if not nbytes:
             return Block(0, 0, lambda: None)
         allocator = self.allocator

@@ -383,10 +383,7 @@ class CudaExecutor:
 
 
 def _compiled(device: CudaDevice) -> dict[str, Any]:
-    """Return the kernels, loaded on the device.
-
-    :raises DeviceUnavailableError: if CUDA's run-time compiler, NVRTC, is not installed.
-    """
+    """Return the kernels, loaded on the device."""
     major, minor = device.compute_capability
     cubin = compile_kernels(f"sm_{major}{minor}")
     code, module = driver.cuModuleLoadData(cubin)
@@ -399,11 +396,7 @@ def _compiled(device: CudaDevice) -> dict[str, Any]:
 
 
 def compile_kernels(architecture: str) -> bytes:
-    """Compile the double's kernels to machine code.
-
-    :param architecture: for example ``sm_90``.
-    :raises DeviceUnavailableError: if CUDA's run-time compiler, NVRTC, is not installed.
-    """
+    """Compile the double's kernels to machine code, for an architecture such as ``sm_90``."""
     try:
         code, program = nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"double.cu", 0, [], [])
     except (RuntimeError, OSError, ImportError) as error:

@@ -100,10 +100,7 @@ class EngineDescription(Reporter):
 
     @property
     def device_memory_size_v2(self) -> int:
-        """Bytes of enqueue memory that suffice for every profile.
-
-        0, and an error, from an engine of a version before 10.1.
-        """
+        """Bytes of enqueue memory that suffice for every profile; 0, and an error, before version 10.1."""
         return self._memory_nbytes() if self._has_sizes("ICudaEngine::getDeviceMemorySizeV2") else 0
 
     def _memory_nbytes(self, profile: int | None = None) -> int:
@@ -127,10 +124,7 @@ class EngineDescription(Reporter):
         return False
 
     def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
-        """Return the bytes of enqueue memory that suffice for a profile; 0, and an error, if unknown.
-
-        As :attr:`device_memory_size_v2` from an engine of a version before 10.1.
-        """
+        """Return the bytes of enqueue memory that suffice for a profile; 0, and an error, if unknown."""
         where = "ICudaEngine::getDeviceMemorySizeForProfileV2"
         if not self._has_sizes(where) or not self._has_profile(profile_index, where):
             return 0

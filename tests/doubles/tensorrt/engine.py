@@ -157,10 +157,7 @@ class OldCudaEngine(ICudaEngine):
         return self._memory_nbytes()
 
     def get_device_memory_size_for_profile(self, profile_index: int) -> int:
-        """Return the bytes of enqueue memory that suffice for a profile.
-
-        :raises ViolationError: for an engine of a version before 10.1, with which this crashes the process.
-        """
+        """Return the bytes of enqueue memory for a profile; a violation before 10.1, which crashes."""
         if not self._sizes_memory:
             raise self._core.monitor.found(
                 f"get_device_memory_size_for_profile of {self.name!r}, which {self._built_by} built, crashes"
@@ -186,10 +183,7 @@ class CudaEngineOf8(OldCudaEngine):
         return super().create_execution_context()
 
     def get_tensor_vectorized_dim(self, name: str, profile_index: int | None = None) -> int:
-        """Return -1, as no tensor is vectorised.
-
-        :raises ViolationError: for a profile under a library before 8.6.1, which crashes with later bindings.
-        """
+        """Return -1. A profile is a violation before library 8.6.1, which crashes."""
         if profile_index is not None and version_of(self._core.library.version) < (8, 6, 1):
             raise self._core.monitor.found(f"a format of {self.name!r} in a profile: TensorRT 8.6.0 crashes")
         return super().get_tensor_vectorized_dim(name)

@@ -383,10 +383,7 @@ class HostExecutor:
         """Do nothing: batches hang in the monitor."""
 
     def fail_if_due(self) -> None:
-        """Fail or hang, for a batch that begins, if the test has asked for it.
-
-        :raises DeviceLostError: if the device is lost, now or before.
-        """
+        """Fail or hang, for a batch that begins, if the test has asked for it."""
         if self.monitor.take("hang"):
             self.monitor.hang()
         if self.monitor.take("illegal-address"):

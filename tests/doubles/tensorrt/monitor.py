@@ -51,10 +51,7 @@ class ViolationMonitor:
         return self.found(message)
 
     def raise_noted(self) -> None:
-        """Raise the first violation that was noted since the last call.
-
-        :raises ViolationError: if there is one.
-        """
+        """Raise the first violation that was noted since the last call."""
         if self._unraised:
             with self._lock:
                 message = self._unraised[0] if self._unraised else None

@@ -25,6 +25,10 @@ class _Enum(enum.Enum):
         return int(self.value)
 
 
+def _enum(name: str, members: str) -> Any:
+    return _Enum(name, members, module=__name__, start=0)
+
+
 class DataType(_Enum):
     """Types of tensors."""
 
@@ -48,89 +52,45 @@ class DataType(_Enum):
         return sizes.get(self.value)
 
 
-class TensorIOMode(_Enum):
-    """Whether a tensor is an input or an output."""
+TensorIOMode = _enum("TensorIOMode", "NONE INPUT OUTPUT")
+"""Whether a tensor is an input or an output."""
 
-    NONE = 0
-    INPUT = 1
-    OUTPUT = 2
+TensorLocation = _enum("TensorLocation", "DEVICE HOST")
+"""Where the data of a tensor has to be."""
 
+ExecutionContextAllocationStrategy = _enum(
+    "ExecutionContextAllocationStrategy",
+    "STATIC ON_PROFILE_CHANGE USER_MANAGED",
+)
+"""Who provides a context's enqueue memory."""
 
-class TensorLocation(_Enum):
-    """Where the data of a tensor has to be."""
+ErrorCodeTRT = _enum(
+    "ErrorCodeTRT",
+    "SUCCESS UNSPECIFIED_ERROR INTERNAL_ERROR INVALID_ARGUMENT INVALID_CONFIG FAILED_ALLOCATION "
+    "FAILED_INITIALIZATION FAILED_EXECUTION FAILED_COMPUTATION INVALID_STATE UNSUPPORTED_STATE",
+)
+"""The codes of errors that are reported to an error recorder."""
 
-    DEVICE = 0
-    HOST = 1
+HardwareCompatibilityLevel = _enum(
+    "HardwareCompatibilityLevel",
+    "NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY",
+)
+"""The other GPUs that an engine runs on."""
 
+EngineStat = _enum("EngineStat", "TOTAL_WEIGHTS_SIZE STRIPPED_WEIGHTS_SIZE")
+"""The statistics of :meth:`ICudaEngine.get_engine_stat`."""
 
-class ExecutionContextAllocationStrategy(_Enum):
-    """Who provides a context's enqueue memory."""
+EngineCapability = _enum("EngineCapability", "STANDARD SAFETY DLA_STANDALONE")
+"""The capability that an engine was restricted to."""
 
-    STATIC = 0
-    ON_PROFILE_CHANGE = 1
-    USER_MANAGED = 2
+EngineCapabilityOf8 = _enum("EngineCapabilityOf8", "DEFAULT SAFE_GPU SAFE_DLA")
+"""The same of TensorRT 8, whose first name for a value was its older one."""
 
+ProfilingVerbosity = _enum("ProfilingVerbosity", "LAYER_NAMES_ONLY NONE DETAILED")
+"""How much an engine tells about its layers."""
 
-class ErrorCodeTRT(_Enum):
-    """The codes of errors that are reported to an error recorder."""
-
-    SUCCESS = 0
-    UNSPECIFIED_ERROR = 1
-    INTERNAL_ERROR = 2
-    INVALID_ARGUMENT = 3
-    INVALID_CONFIG = 4
-    FAILED_ALLOCATION = 5
-    FAILED_INITIALIZATION = 6
-    FAILED_EXECUTION = 7
-    FAILED_COMPUTATION = 8
-    INVALID_STATE = 9
-    UNSUPPORTED_STATE = 10
-
-
-class HardwareCompatibilityLevel(_Enum):
-    """The other GPUs that an engine runs on."""
-
-    NONE = 0
-    AMPERE_PLUS = 1
-    SAME_COMPUTE_CAPABILITY = 2
-
-
-class EngineStat(_Enum):
-    """The statistics of :meth:`ICudaEngine.get_engine_stat`."""
-
-    TOTAL_WEIGHTS_SIZE = 0
-    STRIPPED_WEIGHTS_SIZE = 1
-
-
-class EngineCapability(_Enum):
-    """The capability that an engine was restricted to."""
-
-    STANDARD = 0
-    SAFETY = 1
-    DLA_STANDALONE = 2
-
-
-class EngineCapabilityOf8(_Enum):
-    """The same of TensorRT 8, whose first name for a value was its older one."""
-
-    DEFAULT = 0
-    SAFE_GPU = 1
-    SAFE_DLA = 2
-
-
-class ProfilingVerbosity(_Enum):
-    """How much an engine tells about its layers."""
-
-    LAYER_NAMES_ONLY = 0
-    NONE = 1
-    DETAILED = 2
-
-
-class CudaGraphStrategy(_Enum):
-    """Whether TensorRT for RTX captures batches by itself."""
-
-    DISABLED = 0
-    WHOLE_GRAPH_CAPTURE = 1
+CudaGraphStrategy = _enum("CudaGraphStrategy", "DISABLED WHOLE_GRAPH_CAPTURE")
+"""Whether TensorRT for RTX captures batches by itself."""
 
 
 class Dims:
@@ -189,21 +149,15 @@ class _Interface:
 
 
 def require_initialised(interface: Any, kind: type[Any]) -> None:
-    """Check a callback object as the real bindings do.
-
-    :raises TypeError: if it is of the wrong class, or its base class was not initialised.
-    """
+    """Check a callback object as the real bindings do."""
     if not isinstance(interface, kind):
         raise TypeError(f"incompatible function arguments: a {kind.__name__} is expected, not {interface!r}")
     if not interface._is_initialised:
         raise TypeError(f"{kind.__name__}.__init__() must be called when overriding __init__")
 
 
-class LayerInformationFormat(_Enum):
-    """How layers are described."""
-
-    ONELINE = 0
-    JSON = 1
+LayerInformationFormat = _enum("LayerInformationFormat", "ONELINE JSON")
+"""How layers are described."""
 
 
 class ILogger(_Interface):
@@ -292,10 +246,7 @@ def oldest_plan(library: tuple[int, ...]) -> tuple[int, int]:
 
 
 def version_of(text: str) -> tuple[int, int, int, int]:
-    """Return the four numbers of a version.
-
-    :raises ValueError: unless there are four, each of which fits into a byte.
-    """
+    """Return the four numbers of a version, each of which fits into a byte."""
     if not re.fullmatch(r"\d+\.\d+\.\d+\.\d+", text):
         raise ValueError(f"{text!r} is not a version of TensorRT such as 11.4.0.106")
     major, minor, patch, build = (int(part) for part in text.split("."))

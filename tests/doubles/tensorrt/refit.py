@@ -18,11 +18,8 @@ WEIGHTS: Final = b"asynctrt weights "
 
 
 def double_weights(spec: EngineSpec, *, without: tuple[str, ...] = ()) -> bytes:
-    """Return the content of the file that the double's ``OnnxParserRefitter`` takes for an ONNX model.
-
-    :param spec: the engine whose weights the file has. One with another ``bias`` has other values.
-    :param without: the names of weights that the file lacks.
-    """
+    """Return a file of the engine's weights, ``without`` some of them, for the double's
+    ``OnnxParserRefitter``."""
     weights = dict(zip(spec.weight_names, spec.coefficients.tolist(), strict=True))
     return (
         WEIGHTS + json.dumps({name: pair for name, pair in weights.items() if name not in without}).encode()
@@ -75,11 +72,7 @@ class Refitter(Reporter):
 
     @checked
     def refit_cuda_engine(self) -> bool:
-        """Replace the weights that were set; ``False``, and an error, if others are missing.
-
-        :raises ViolationError: while a batch of the engine is in flight; if the parser that has the weights
-            was destroyed.
-        """
+        """Replace the weights that were set; ``False``, and an error, if others are missing."""
         where, engine = "IRefitter::refitCudaEngine", self._living()
         if engine._is_busy():
             raise self._core.monitor.found("an engine was refitted while a batch ran")
@@ -159,10 +152,7 @@ class OnnxParserRefitter:
         return self._errors[index]
 
     def refit_from_file(self, model: str) -> bool:
-        """Take the weights in a file; ``False``, and errors, if it cannot be read or lacks any.
-
-        :raises ViolationError: if the refitter was destroyed.
-        """
+        """Take the weights in a file; ``False``, and errors, if it cannot be read or lacks any."""
         if not isinstance(model, str):
             raise TypeError("refit_from_file(): incompatible function arguments")
         refitter = self._refitter()

@@ -115,10 +115,8 @@ class Runtime(Reporter):
 
     @checked
     def load_runtime(self, path: str) -> "Runtime | None":
-        """Load another version's runtime from a file with the content of :func:`double_lean_runtime`.
-
-        :raises ViolationError: for one of two major versions before, which crashes the process.
-        """
+        """Load a runtime of :func:`double_lean_runtime`; one of two major versions before crashes, a
+        violation."""
         try:
             found = Path(path).read_bytes()
             version = found.removeprefix(LEAN_RUNTIME).split(b"\0")[0].decode()

@@ -236,10 +236,7 @@ class EngineSpec:
         return tuple(f"step{step}" for step in range(1, self.steps + 1))
 
     def expected(self, inputs: Mapping[str, Array] | Array) -> dict[str, Array]:
-        """Return the engine's outputs, computed with NumPy; the engine's are equal bit by bit.
-
-        :param inputs: arrays by name, or the array of the only input.
-        """
+        """Return the engine's outputs, computed with NumPy; the engine's are equal bit by bit."""
         given = inputs if isinstance(inputs, Mapping) else {self.inputs[0].name: np.asarray(inputs)}
         if self.function is not None:
             return self.compute(given)
@@ -256,10 +253,7 @@ class EngineSpec:
         return answers
 
     def compute(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Return what ``function`` makes of a batch, by the names of the outputs.
-
-        :raises ValueError: when that is not what ``function_outputs`` announces.
-        """
+        """Return what ``function`` makes of a batch, by the names of the outputs."""
         assert self.function is not None
         given = self.function(dict(inputs))
         if isinstance(given, Mapping):
@@ -286,10 +280,7 @@ class EngineSpec:
         return io.dims if -1 in io.dims[1:] or io.dims[0] >= 0 else (rows, *io.dims[1:])
 
     def output_shapes(self, shapes: tuple[Dims, ...]) -> dict[str, Dims]:
-        """Return the shapes of what ``function`` makes of inputs of these shapes; call it only if needed.
-
-        :raises Exception: what the function raises.
-        """
+        """Return the shapes of what ``function`` makes of inputs of these shapes; call it only if needed."""
         known = {io.name: self._known_dims(io, shapes[0][0]) for io in self._outputs}
         if not any(-1 in dims for dims in known.values()):
             return known
@@ -440,10 +431,7 @@ def version_for(flavour: Flavour) -> str:
 
 
 def read_plan(plan: bytes, flavour: Flavour = "tensorrt") -> PlanContent:
-    """Return the content of a plan of :func:`double_plan`.
-
-    :raises PlanError: if it is not a plan of the flavour, or is damaged or truncated.
-    """
+    """Return the content of a plan of :func:`double_plan`."""
     if len(plan) < HEADER.size or plan[:4] != tag_of(flavour):
         raise PlanError(
             "Serialization (Serialization assertion header.magicTag == kMAGIC_TAG failed."
