@@ -192,7 +192,6 @@ def test_no_document_names_the_host_of_a_package_registry():
 UNTESTED = {
     "backends/onnx_objects.py": "tests/backends/test_onnxruntime.py and others open such objects",
     "backends/tensorrt_options.py": "tests/backends/tensorrt/test_model.py and others open plans with them",
-    "backends/unbound.py": "test_onnxruntime_streams.py and tensorrt/test_context.py run batches with them",
     "loadtest/api.py": "tests/loadtest/test_local.py and test_job.py there try `loadtest.run`",
     "serving/api.py": "tests/serving/test_kserve_http.py and others try its routes through HTTP",
     "serving/command.py": "tests/serving/test_server.py and others try the command as a process",

@@ -22,8 +22,7 @@ from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.onnx_objects import OnnxObject, is_session
 from asynctrt.backends.onnx_options import NO_FALLBACK, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel, checked_shape, element_type, ort
-from asynctrt.backends.unbound import UnboundOutput
-from asynctrt.devices.base import Buffer, Device, Stream
+from asynctrt.devices.base import Buffer, Device, Stream, aligned
 from asynctrt.errors import ExecutionError, UsageError
 from asynctrt.tensors import Array, Dims, TensorSpec, shape_of
 
@@ -291,7 +290,7 @@ class StreamBinding:
         self._kinds = tuple((memory.name, memory.dtype, memory.dims, memory.axis) for memory in inputs)
         self._bound: dict[int, Any] = {}
         self._unbound = {
-            index: OnnxOutput(spec, context.device)
+            index: UnboundOutput(spec, context.device)
             for index, (spec, memory) in enumerate(outputs)
             if memory is None
         }
@@ -394,18 +393,67 @@ def _check_can_be_captured(session: StreamSession) -> None:
         raise ExecutionError(f"{session.name!r} has outputs that ONNX Runtime has on the CPU: {names}")
 
 
-class OnnxOutput(UnboundOutput):
-    """An output without bound memory, which ONNX Runtime allocates."""
+class UnboundOutput:
+    """An output in ONNX Runtime's memory, with a shape that depends on the data. We copy it to the host."""
+
+    def __init__(self, spec: TensorSpec, device: Device) -> None:
+        self._spec = spec
+        self._device = device
+        self._staging: Buffer | None = None
+        self._shape: Dims | None = None
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self._spec.name
 
     def collect(self, binding: Any, index: int, rows: int, stream: Stream) -> None:
-        """Enqueue the copy to the host on ``stream``, after the batch that was just enqueued."""
+        """Enqueue the copy to the host on ``stream``, after the batch that was just enqueued.
+
+        :raises ExecutionError: if the shape is not that of ``rows`` rows of the spec.
+        """
         self._shape = None
         value = binding.get_outputs()[index]
         shape = tuple(value.shape())
-        if not self._is_expected(shape, rows):
-            raise ExecutionError(
-                f"ONNX Runtime gave shape {shape} for output {self._spec}, in a batch of {rows} rows"
-            )
-        if nbytes := self._nbytes(shape):
-            self._stage(value.data_ptr(), nbytes, stream)
+        self._check(shape, rows)
+        nbytes = math.prod(shape) * self._spec.dtype.itemsize
+        if nbytes:
+            if self._staging is None or self._staging.nbytes < nbytes:
+                held = 0 if self._staging is None else self._staging.nbytes
+                self._free()
+                self._staging = self._device.allocate_staging(aligned(max(nbytes, 2 * held)))
+            stream.copy_bytes(self._staging.address, value.data_ptr(), nbytes)
         self._shape = shape
+
+    def take(self) -> Array:
+        """Return the output of the finished batch. It can be taken once per batch.
+
+        :raises ExecutionError: if there is no output.
+        """
+        shape, self._shape = self._shape, None
+        if shape is None:
+            raise ExecutionError(f"output {self.name!r} does not exist: no batch was enqueued for it")
+        if not math.prod(shape):
+            return np.empty(shape, self._spec.dtype)
+        assert self._staging is not None, "collect() has put the copy on the stream"
+        return self._staging.array(self._spec.dtype, shape, 0).copy()
+
+    def close(self) -> None:
+        """Free its memory. Idempotent."""
+        self._free()
+
+    def _check(self, shape: Dims, rows: int) -> None:
+        if self._spec.axis is None:
+            return  # Any shape is valid for a request that runs alone.
+        expected = self._spec.shape(rows)
+        if len(shape) != len(expected) or any(
+            not isinstance(dim, str) and dim != found for dim, found in zip(expected, shape, strict=True)
+        ):
+            raise ExecutionError(
+                f"ONNX Runtime gave shape {tuple(shape)} for output {self._spec}, in a batch of {rows} rows"
+            )
+
+    def _free(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None

@@ -17,14 +17,12 @@ from asynctrt._util.files import read_regular, write_whole
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.abilities import asks_parser
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
-from asynctrt.backends.tensorrt.jit import CACHE_NBYTES_MAX
 from asynctrt.backends.tensorrt.messages import (
     ERRORS_MAX,
     LogSubscription,
     TensorRTErrors,
     callback,
     create_noting,
-    implement,
     keep_alive,
     log_of,
 )
@@ -34,6 +32,8 @@ from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_te
 from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError
+
+CACHE_NBYTES_MAX: Final = 4 << 30
 
 FAULTS: Final = {
     r"deserialize|failed to parse the onnx": "this is not an ONNX model, or a damaged one. Export it again",
@@ -407,7 +407,7 @@ def _run(made: _Build, report: Report | None) -> bytes:
     module = made.flavour.module
     # Before TensorRT 10, a build reports nothing.
     if report is not None and hasattr(module, "IProgressMonitor"):
-        monitor = implement(ProgressMonitor, module.IProgressMonitor, report)
+        monitor = _make_monitor(module, report)
         keep_alive(made.config, monitor)
         made.config.progress_monitor = monitor
     made.log.take()
@@ -489,3 +489,12 @@ class ProgressMonitor:
             self._report(BuildStep(phase, parent, min(done, total), total))
         except Exception:  # Inside the library it would end the process.
             logger.warning("the callback for the progress of a build raised", exc_info=True)
+
+
+def _make_monitor(module: Any, report: Report) -> Any:
+    class Monitor(ProgressMonitor, module.IProgressMonitor):  # type: ignore[misc]  # Known at run time.
+        def __init__(self) -> None:
+            module.IProgressMonitor.__init__(self)
+            ProgressMonitor.__init__(self, report)
+
+    return Monitor()

@@ -24,10 +24,9 @@ from asynctrt.backends.tensorrt.messages import (
     ErrorRecorder,
     LogSubscription,
     TensorRTErrors,
-    implement,
     keep_alive,
 )
-from asynctrt.backends.tensorrt.outputs import OutputAllocator, TensorRTOutput
+from asynctrt.backends.tensorrt.outputs import UnboundOutput, make_output_allocator
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.errors import (
@@ -146,12 +145,10 @@ class TensorRTContext:
         self._in_place = True
         by_name = {spec.name: spec for spec in signature.outputs}
         self.unbound = {
-            name: TensorRTOutput(by_name[name], loaded.device, loaded.memory) for name in signature.unbound
+            name: UnboundOutput(by_name[name], loaded.device, loaded.memory) for name in signature.unbound
         }
         self._output_allocator = (
-            implement(OutputAllocator, loaded.flavour.module.IOutputAllocator, self.unbound)
-            if self.unbound
-            else None
+            make_output_allocator(loaded.flavour.module, self.unbound) if self.unbound else None
         )
         self._now: _State | None = _State(self._create())
         # By the latest profile that each was given, even if an error followed.
@@ -441,7 +438,7 @@ class TensorRTBinding:
         return {output.name: output.take() for output in self.unbound}
 
     def profile_for(self, rows: int, index: int | None) -> Profile:
-        """Return the profile with this index, checked to accept a batch of ``rows``, or choose one."""
+        """Return the profile with this index, if it accepts a batch of ``rows``, or choose one for ``None``."""
         # At most one entry per number of rows and profile.
         profile = self._profiles.get((rows, index))
         if profile is None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.backends.tensorrt.messages import ERRORS_MAX, callback, implement
+from asynctrt.backends.tensorrt.messages import ERRORS_MAX, callback
 from asynctrt.devices.base import ALIGNMENT, Buffer, Device, aligned, mib
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
 
@@ -276,7 +276,7 @@ def make_allocator(module: Any, source: DeviceMemory) -> Any:
     Freeing a buffer waits for the device if the device requires it, so ``deallocate_async`` needs no ordering
     on its stream.
     """
-    return implement(Allocator, module.IGpuAllocator, source, in_order=False)
+    return _create_allocator(module.IGpuAllocator, source, in_order=False)
 
 
 def make_temporary_allocator(module: Any, source: DeviceMemory) -> Any:
@@ -286,38 +286,39 @@ def make_temporary_allocator(module: Any, source: DeviceMemory) -> Any:
     (``IExecutionContext::setTemporaryStorageAllocator``). Return ``None`` for a library without it.
     """
     base = getattr(module, "IGpuAsyncAllocator", None)
-    return None if base is None else implement(Allocator, base, source, in_order=True)
+    return None if base is None else _create_allocator(base, source, in_order=True)
 
 
-class Allocator:
-    """Overrides every method of TensorRT's allocators, because the bindings call only overridden ones."""
+def _create_allocator(base: Any, source: DeviceMemory, *, in_order: bool) -> Any:
+    """Create an allocator that overrides every method: the bindings call only overridden ones."""
 
-    def __init__(self, source: DeviceMemory, *, in_order: bool) -> None:
-        self._source = source
-        self._in_order = in_order
+    class Allocator(base):  # type: ignore[misc]  # The module is known only at run time.
+        def __init__(self) -> None:
+            super().__init__()
 
-    @callback
-    def allocate(self, size: int, alignment: int, flags: int) -> int:
-        """Return the address of memory for immediate use, or 0: the bindings do not accept ``None``."""
-        return (self._source.take(size, alignment) or 0) if size else 0
+        @callback
+        def allocate(self, size: int, alignment: int, flags: int) -> int:
+            """Return the address of memory for immediate use, or 0: the bindings do not accept ``None``."""
+            return (source.take(size, alignment) or 0) if size else 0
 
-    @callback
-    def reallocate(self, address: int, alignment: int, new_size: int) -> int:
-        """Return 0: resizing is not implemented, and the block stays as it is."""
-        return 0
+        @callback
+        def reallocate(self, address: int, alignment: int, new_size: int) -> int:
+            """Return 0: resizing is not implemented, and the block stays as it is."""
+            return 0
 
-    @callback
-    def deallocate(self, memory: int) -> bool:
-        """Free a block; the address 0 stands for no block."""
-        return not memory or self._source.give_back(memory)
+        @callback
+        def deallocate(self, memory: int) -> bool:
+            """Free a block; the address 0 stands for no block."""
+            return not memory or source.give_back(memory)
 
-    @callback
-    def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
-        """Return the address of memory for use in the order of a stream, or 0 to refuse."""
-        order = stream if self._in_order else None
-        return (self._source.take(size, alignment, stream=order) or 0) if size else 0
+        @callback
+        def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
+            """Return the address of memory for use in the order of a stream, or 0 to refuse."""
+            return (source.take(size, alignment, stream=stream if in_order else None) or 0) if size else 0
 
-    @callback
-    def deallocate_async(self, memory: int, stream: int) -> bool:
-        """Free a block once its stream, or the whole device, no longer uses it."""
-        return not memory or self._source.give_back(memory, stream=stream if self._in_order else None)
+        @callback
+        def deallocate_async(self, memory: int, stream: int) -> bool:
+            """Free a block once its stream, or the whole device, no longer uses it."""
+            return not memory or source.give_back(memory, stream=stream if in_order else None)
+
+    return Allocator()

@@ -50,7 +50,6 @@ NO_MEMORY: Final = r"out of memory|OutOfMemory|allocation (?:failed|failure)|fai
 logger = logging.getLogger("asynctrt.tensorrt")
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 
 def callback(function: F) -> F:
@@ -253,7 +252,7 @@ class _Logs:
         with self._lock:
             log = self._logs.get(module)
             if log is None:
-                log = self._logs[module] = implement(MessageLog, module.ILogger)
+                log = self._logs[module] = _make_log(module)
                 if isinstance(module, ModuleType):
                     # TensorRT calls it until the process ends, even after its owners here are gone.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(log))
@@ -268,20 +267,24 @@ def log_of(module: Any) -> MessageLog:
     return _logs.find(module)
 
 
+def _make_log(module: Any) -> MessageLog:
+    class Log(MessageLog, module.ILogger):  # type: ignore[misc]  # The module is known only at run time.
+        def __init__(self) -> None:
+            module.ILogger.__init__(self)
+            MessageLog.__init__(self)
+
+    return Log()
+
+
 def make_recorder(module: Any) -> ErrorRecorder:
     """Create an error recorder that is an ``IErrorRecorder`` for the flavour ``module``."""
-    return implement(ErrorRecorder, module.IErrorRecorder)
 
-
-def implement(ours: type[T], interface: Any, *args: Any, **settings: Any) -> T:
-    """Create an object of our class that TensorRT can call through one of its interfaces."""
-
-    class Implementation(ours, interface):  # type: ignore[valid-type, misc]  # Known only at run time.
+    class Recorder(ErrorRecorder, module.IErrorRecorder):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:
-            interface.__init__(self)
-            ours.__init__(self, *args, **settings)
+            module.IErrorRecorder.__init__(self)
+            ErrorRecorder.__init__(self)
 
-    return cast("T", Implementation())
+    return Recorder()
 
 
 def create_noting(kind: Any, module: Any, told: LogSubscription) -> tuple[Any, tuple[str, ...]]:

@@ -13,8 +13,6 @@ from asynctrt.errors import DeviceError
 class CudaBuffer:
     """Zeroed device memory, which the CPU cannot access."""
 
-    is_host_visible = False
-
     def __init__(self, context: CudaContext, nbytes: int, *, zeroed_on: int) -> None:
         self._context = context
         self.nbytes = nbytes
@@ -22,6 +20,10 @@ class CudaBuffer:
 
     def __repr__(self) -> str:
         return f"<CudaBuffer {self._context.name} nbytes={self.nbytes}>"
+
+    @property
+    def is_host_visible(self) -> bool:
+        return False
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
         raise DeviceError(f"{self!r} is memory of the GPU: copy it to staging memory to look at it")
@@ -38,8 +40,6 @@ class PinnedBuffer:
     Views keep it alive after :meth:`close`.
     """
 
-    is_host_visible = True
-
     def __init__(self, context: CudaContext, nbytes: int) -> None:
         self.nbytes = nbytes
         self._bytes = np.asarray(_PinnedBlock(context, nbytes))[:nbytes]
@@ -48,6 +48,10 @@ class PinnedBuffer:
 
     def __repr__(self) -> str:
         return f"<PinnedBuffer nbytes={self.nbytes}>"
+
+    @property
+    def is_host_visible(self) -> bool:
+        return True
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
         return view_of(self._bytes, dtype, shape, offset)
@@ -76,14 +80,16 @@ class _PinnedBlock:
 class OrderedBuffer:
     """Stream-ordered device memory: allocated in the order of one stream, and freed in that of any stream."""
 
-    is_host_visible = False
-
     def __init__(self, context: CudaContext, nbytes: int, stream: int) -> None:
         self._context = context
         self.nbytes = nbytes
         self.address = context.take_in_order(nbytes, stream)
         self._free = finalize(self, context.free_in_order, self.address, nbytes, LEGACY_STREAM)
         self._free.atexit = False
+
+    @property
+    def is_host_visible(self) -> bool:
+        return False
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
         raise DeviceError("outputs that stay on the GPU cannot be seen by the CPU: DeviceArray.numpy()")

@@ -16,8 +16,6 @@ BLOCK_ALIGNMENT: Final = 512
 class HostBuffer:
     """Zeroed memory of the process, aligned to 512 bytes. Views keep it alive after :meth:`close`."""
 
-    is_host_visible = True
-
     def __init__(self, nbytes: int, on_close: Callable[[int], None] | None = None) -> None:
         try:
             block = np.zeros(nbytes + BLOCK_ALIGNMENT, np.uint8)
@@ -37,6 +35,10 @@ class HostBuffer:
     @property
     def nbytes(self) -> int:
         return self._bytes.nbytes
+
+    @property
+    def is_host_visible(self) -> bool:
+        return True
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
         return view_of(self._bytes, dtype, shape, offset)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asynctrt.backends.tensorrt import context as context_module
-from asynctrt.backends.tensorrt.outputs import TensorRTOutput
+from asynctrt.backends.tensorrt.outputs import UnboundOutput
 from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice, HostStream
 from asynctrt.errors import (
@@ -478,7 +478,7 @@ class FarBuffer:
 
 
 class FarStream:
-    """A stream that records copies."""
+    """A stream that records copies, and makes them between the wrapped buffers."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -487,14 +487,14 @@ class FarStream:
     def __getattr__(self, name):
         return getattr(self._stream, name)
 
-    def copy_bytes(self, target, source, nbytes):
+    def copy(self, target, source, *, offset, nbytes):
         self.copied.append(nbytes)
-        self._stream.copy_bytes(target, source, nbytes)
+        self._stream.copy(target, source._buffer, offset=offset, nbytes=nbytes)
 
 
 def test_where_the_host_cannot_see_it_the_output_is_copied_behind_the_batch(bench, monkeypatch):
     made = bench(DATA)
-    reserve = TensorRTOutput.reserve
+    reserve = UnboundOutput.reserve
 
     def far(self, nbytes):
         address = reserve(self, nbytes)
@@ -503,7 +503,7 @@ def test_where_the_host_cannot_see_it_the_output_is_copied_behind_the_batch(benc
         self._buffer = FarBuffer(self._buffer)
         return address
 
-    monkeypatch.setattr(TensorRTOutput, "reserve", far)
+    monkeypatch.setattr(UnboundOutput, "reserve", far)
     binding, arena = made.ready(input_1=7)
     stream = FarStream(made.stream)
     for seed, rows in enumerate((3, 64, 5)):
