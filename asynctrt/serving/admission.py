@@ -513,9 +513,14 @@ class Admission:
             error.predicted_s = self._drain_s
 
 
+def error_of(future: "asyncio.Future[Any]") -> BaseException | None:
+    """Return why a future that is done has no result; ``None`` if it has one."""
+    return asyncio.CancelledError() if future.cancelled() else future.exception()
+
+
 def has_result(future: "asyncio.Future[InferResult]") -> bool:
     """Return whether the future is done, was not cancelled and did not fail."""
-    return future.done() and not future.cancelled() and future.exception() is None
+    return future.done() and error_of(future) is None
 
 
 def counted(future: "asyncio.Future[InferResult]") -> int:

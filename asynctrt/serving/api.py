@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +44,7 @@ from asynctrt.serving.coding import (
 )
 from asynctrt.serving.memory import SMALL_NBYTES, ClientAccount, Hold, MemoryLimit, default_limit
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.responses import ID_HEADER, RequestIds, retry_after, told
+from asynctrt.serving.responses import ID_HEADER, OUR_ERROR, RequestIds, retry_after, told
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.turns import Turns
@@ -556,11 +556,13 @@ class Api:
                 return json_answer({"model_stats": await self.all_statistics()})
             case "/v2/repository/index":
                 _allow(method, "POST")
-                return json_answer(self.index(body))
+                return json_answer(self.index(self._parsed(body).get("ready", False)))
         if path.startswith(REPOSITORY):
             _allow(method, "POST")
             self.check_sender(headers)
-            return await self._control(text, body)
+            name, _, verb = text[len(REPOSITORY) :].rpartition("/")
+            await self.control(unquote(name), verb, mapping(self._parsed(body), "parameters", "the request"))
+            return Answer(200, (), ())
         if text.startswith(("/v2/systemsharedmemory", "/v2/cudasharedmemory", "/v2/trace", "/v2/logging")):
             raise UnsupportedError(f"this server does not implement {text:.200}")
         raise UnknownModelError(
@@ -588,7 +590,7 @@ class Api:
                 self.repository.find_ready(route.name, route.version)
             except AsynctrtError as error:
                 # Clients read 400 as "not ready", and any other status as a broken server.
-                return Answer(400, (("Content-Type", "application/json"),), (dump({"error": str(error)}),))
+                return json_answer({"error": str(error)}, 400)
             return json_answer({"name": route.name, "ready": True})
         if route.verb == "status":
             return self._status(route)
@@ -653,34 +655,28 @@ class Api:
             self.repository.find(name)
         return [served.statistics() for served in self.repository if not name or served.name == name]
 
-    def index(self, body: Body) -> list[dict[str, str]]:
-        """List the repository's models; with ``{"ready": true}``, only the ready ones."""
-        content = parse_object(body, "the request", self.settings.max_json) if body else {}
-        ready = content.get("ready", False)
+    def index(self, ready: object) -> list[dict[str, str]]:
+        """List the repository's models; only the ready ones if ``ready`` is true."""
         if not isinstance(ready, bool):
             raise RequestError(f"ready must be true or false, not {brief(ready)}")
         return [item for item in self.repository.index() if not ready or item["state"] == "READY"]
 
-    async def _control(self, text: str, body: Body) -> Answer:
-        name, _, verb = text[len(REPOSITORY) :].rpartition("/")
-        parameters = (
-            mapping(parse_object(body, "the request", self.settings.max_json), "parameters", "the request")
-            if body
-            else {}
-        )
+    def _parsed(self, body: Body) -> Mapping[str, Any]:
+        """Parse the body of a request to the repository, which may be empty."""
+        return parse_object(body, "the request", self.settings.max_json) if body else {}
+
+    async def control(self, name: str, verb: str, parameters: Iterable[str]) -> None:
+        """Load or unload a model.
+
+        :param parameters: the names of the request's parameters.
+        :raises CallerError: if the server does not allow clients to do so.
+        """
         given = [parameter for parameter in parameters if parameter != "unload_dependents"]
         if given:
             raise UnsupportedError(
-                f"unsupported load parameter {given[0]!r:.40}: models are loaded as the server is configured"
+                f"unsupported load parameter {min(given)!r:.40}: models are loaded as the server is "
+                "configured"
             )
-        await self.control(unquote(name), verb)
-        return Answer(200, (), ())
-
-    async def control(self, name: str, verb: str) -> None:
-        """Load or unload a model.
-
-        :raises CallerError: if the server does not allow clients to do so.
-        """
         if verb not in ("load", "unload"):
             raise UnknownModelError(f"unknown action {verb!r:.40}; models have load and unload")
         if not self.settings.model_control:
@@ -789,9 +785,9 @@ def encoded_answer(head: bytes, tensors: Sequence[Buffer], inference: Inference)
     return Answer(200, headers, (head, *tensors), inference)
 
 
-def json_answer(content: object, status: int = 200) -> Answer:
+def json_answer(content: object, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
     """Return an answer with a JSON body."""
-    return Answer(status, (("Content-Type", "application/json"),), (dump(content),))
+    return Answer(status, (("Content-Type", "application/json"), *headers), (dump(content),))
 
 
 def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
@@ -803,7 +799,7 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
         known = (asked or {}).get(ID_HEADER, b"").decode("latin-1")
         extra = {"request_id": known} if known else None
         logger.error("a request failed with an internal error", exc_info=error, extra=extra)
-        return json_answer({"error": "internal error; see the server's log"}, 500)
+        return json_answer({"error": OUR_ERROR}, 500)
     status = error.http_status
     headers: tuple[tuple[str, str], ...] = (("Asynctrt-Error", type(error).__name__),)
     if isinstance(error, _MethodError):
@@ -818,7 +814,7 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
         headers += (("WWW-Authenticate", "Bearer"),)
     else:
         headers += retry_after(error)
-    return Answer(status, (("Content-Type", "application/json"), *headers), (dump({"error": str(error)}),))
+    return json_answer({"error": str(error)}, status, headers)
 
 
 class _MethodError(RequestError):

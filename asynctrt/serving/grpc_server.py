@@ -39,7 +39,7 @@ from asynctrt.kserve.protobuf import (
     streamed,
     streamed_error,
 )
-from asynctrt.serving.admission import Caller, Inference, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of, error_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
@@ -49,7 +49,7 @@ from asynctrt.serving.http import SWEEP_S
 from asynctrt.serving.listener import HANDSHAKE_S, cannot_listen
 from asynctrt.serving.memory import SMALL_NBYTES, Hold
 from asynctrt.serving.places import Places
-from asynctrt.serving.responses import ID_METADATA, pushback
+from asynctrt.serving.responses import ID_METADATA, OUR_ERROR, STOPPING, pushback
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import pause
@@ -364,8 +364,8 @@ class GrpcServer:
             "ModelConfig": self._model_config,
             "ModelStatistics": self._model_statistics,
             "RepositoryIndex": self._index,
-            "RepositoryModelLoad": self._load,
-            "RepositoryModelUnload": self._unload,
+            "RepositoryModelLoad": partial(self._control, "load"),
+            "RepositoryModelUnload": partial(self._control, "unload"),
         }
         methods = {name: self._unary(name, answer) for name, answer in answers.items()}
         methods |= {name: self._unsupported(name) for name in UNSUPPORTED}
@@ -517,22 +517,10 @@ class GrpcServer:
         return {"model_stats": statistics}
 
     async def _index(self, request: Any) -> dict[str, Any]:
-        items = self._api.repository.index()
-        return {"models": [item for item in items if not request.ready or item["state"] == "READY"]}
+        return {"models": self._api.index(request.ready)}
 
-    async def _load(self, request: Any) -> dict[str, Any]:
-        if request.parameters:
-            raise UnsupportedError(
-                f"unsupported load parameter {min(request.parameters)!r:.40}: models are loaded as the "
-                "server is configured"
-            )
-        return await self._control(request, "load")
-
-    async def _unload(self, request: Any) -> dict[str, Any]:
-        return await self._control(request, "unload")
-
-    async def _control(self, request: Any, verb: str) -> dict[str, Any]:
-        await self._api.control(request.model_name, verb)
+    async def _control(self, verb: str, request: Any) -> dict[str, Any]:
+        await self._api.control(request.model_name, verb, request.parameters)
         return {}
 
     # ---- inference
@@ -592,7 +580,7 @@ class GrpcServer:
         except AsynctrtError as error:
             failure = _explained(error)
         if failure is None and self._is_stopping:
-            failure = _explained(_stopping())
+            failure = _explained(EngineClosedError(STOPPING))
         if failure is not None:
             await self._abort(context, failure)
 
@@ -856,8 +844,7 @@ class _Stream:
             self._server.sent(self)
 
     async def _encoded(self, inference: Inference) -> bytes:
-        future = inference.future
-        error: BaseException | None = asyncio.CancelledError() if future.cancelled() else None
+        error = error_of(inference.future)
         if error is None:
             try:
                 return await self._server._encoded(inference, streamed)
@@ -943,11 +930,7 @@ def _explained(error: BaseException) -> _Failure:
     if isinstance(error, asyncio.CancelledError):
         return _Failure("CANCELLED", "the request was cancelled")
     logger.error("a request failed with an internal error", exc_info=error)
-    return _Failure("INTERNAL", "internal error; see the server's log")
-
-
-def _stopping() -> EngineClosedError:
-    return EngineClosedError("this server is stopping: use another one")
+    return _Failure("INTERNAL", OUR_ERROR)
 
 
 def message_nbytes(models: Iterable[ServedModel]) -> int:

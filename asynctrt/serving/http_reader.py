@@ -11,6 +11,7 @@ from asynctrt.errors import MissingExtraError
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientPace, Hold
 from asynctrt.serving.overhead import Overhead
+from asynctrt.serving.responses import OUR_ERROR
 
 try:
     import httptools
@@ -58,8 +59,6 @@ SINGLE: Final = frozenset(
 
 DIFFERENT: Final = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
 """Headers with which a request does not simply end after ``Content-Length`` bytes."""
-
-OUR_ERROR: Final = "internal error; see the server's log"
 
 logger = logging.getLogger("asynctrt.serving")
 

@@ -35,10 +35,12 @@ class PacedTransport(asyncio.Protocol):
 
     @classmethod
     def between(cls, transport: Any, protocol: Any, *, is_paused: bool) -> "PacedTransport":
-        """Insert a layer between a transport and a protocol that are already connected, and return it.
+        """Insert a layer between a transport and its protocol, unless it is one already, and return it.
 
         :param is_paused: whether the transport has paused the protocol's writing.
         """
+        if isinstance(transport, cls):
+            return transport
         paced = cls(lambda: protocol)
         paced._transport, paced._protocol, paced._is_paused = transport, protocol, is_paused
         transport.set_protocol(paced)

@@ -11,7 +11,7 @@ from asynctrt.errors import AsynctrtError, OverloadError, RequestError
 from asynctrt.kserve.codec import DecodedRequest, ModelCodec
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import JsonCodec
-from asynctrt.serving.admission import Admission, Caller, Inference, counted, has_result
+from asynctrt.serving.admission import Admission, Caller, Inference, counted, error_of, has_result
 from asynctrt.serving.latency import Latencies
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.statistics import Statistics
@@ -144,19 +144,16 @@ class ServedModel:
         if inference.rows > self._rows_unsplit:
             self._divisible.remove(inference)
             self._parts += counted(future) - has_result(future)
-        if future.cancelled():
-            self.failures["CANCELED"] += 1
-            self.failed_ns += now_ns - began_ns
-        elif (error := future.exception()) is not None:
-            self.count_failure(error, now_ns - began_ns)
-            return error
-        else:
-            self.last_ns = now_ns
-            took_ns = now_ns - began_ns
-            result = future.result()
-            self.latencies.add(took_ns, result._queue_ns, result._compute_ns)
-            if len(self.latencies_ns) < LATENCIES_MAX:
-                self.latencies_ns.append(took_ns)
+        took_ns = now_ns - began_ns
+        error = error_of(future)
+        if error is not None:
+            self.count_failure(error, took_ns)
+            return None if isinstance(error, asyncio.CancelledError) else error
+        self.last_ns = now_ns
+        result = future.result()
+        self.latencies.add(took_ns, result._queue_ns, result._compute_ns)
+        if len(self.latencies_ns) < LATENCIES_MAX:
+            self.latencies_ns.append(took_ns)
         return None
 
     def count_failure(self, error: BaseException, took_ns: int) -> None:

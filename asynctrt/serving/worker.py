@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from asynctrt._util import clock
 from asynctrt.errors import EngineClosedError
 from asynctrt.serving.memory import Hold
+from asynctrt.serving.responses import STOPPING
 
 PAUSE_S: Final = 0.0001
 """How long the thread sleeps after each piece of work.
@@ -75,7 +76,7 @@ class ClientThreads:
             await self._free.acquire()
             undo.callback(self._free.release)
             if self._is_closed:
-                raise EngineClosedError("this server is stopping: use another one")
+                raise EngineClosedError(STOPPING)
             more = Hold(hold.account, nbytes) if hold is not None and nbytes else None
             job = self._executor.submit(partial(holding, work, hold, more))
             # The turn and the thread are given back when the work has ended, whether anybody waits or not.
