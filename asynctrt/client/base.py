@@ -27,10 +27,12 @@ from asynctrt.client.persistence import (
     without_credentials,
 )
 from asynctrt.errors import AsynctrtError, ConnectionLostError, UsageError
+from asynctrt.kserve.client import names_of
 from asynctrt.limits import limits_here
 from asynctrt.tensors import Array, TensorSpec
 
 T = TypeVar("T")
+Wanted = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +147,12 @@ class Client(ABC):
         self._check_loop()
         check_names(model, version)
         deadline = _limited(seconds_of("deadline", deadline))
-        timeout = queue_timeout(timeout, deadline)
-        send = partial(self._infer, model, version, inputs, outputs, timeout, priority)
+        wanted = {
+            "outputs": names_of(outputs),
+            "timeout": queue_timeout(timeout, deadline),
+            "priority": priority,
+        }
+        send = partial(self._infer, model, version, inputs, wanted)
         is_idempotent = self._settings.idempotent if idempotent is None else idempotent
         return await self._persist(send, deadline, is_idempotent=is_idempotent)
 
@@ -170,16 +176,11 @@ class Client(ABC):
         """Whether no further attempt can succeed."""
 
     @abstractmethod
-    async def _infer(
-        self,
-        model: str,
-        version: str,
-        inputs: Any,
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
-    ) -> dict[str, Array]:
-        """Send a request once, and return its answer."""
+    async def _infer(self, model: str, version: str, inputs: Any, wanted: Wanted) -> dict[str, Array]:
+        """Send a request once, and return its answer.
+
+        :param wanted: outputs, timeout and priority, as :func:`describe_request` takes them.
+        """
 
     @abstractmethod
     async def _describe(self, model: str, version: str) -> dict[str, Any]:

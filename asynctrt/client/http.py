@@ -2,13 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
 from asynctrt import errors
 from asynctrt._util.loops import is_cancelled
-from asynctrt.client.base import ClientSettings, OneServer
+from asynctrt.client.base import ClientSettings, OneServer, Wanted
 from asynctrt.client.persistence import NotConnectedError, remote_error
 from asynctrt.errors import (
     AsynctrtError,
@@ -100,20 +100,12 @@ class HttpClient(OneServer):
     def _is_over(self) -> bool:
         return self._session is None
 
-    async def _infer(
-        self,
-        model: str,
-        version: str,
-        inputs: Any,
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
-    ) -> dict[str, Array]:
+    async def _infer(self, model: str, version: str, inputs: Any, wanted: Wanted) -> dict[str, Array]:
         arrays = as_arrays(await self._named(model, version, inputs))
         if self._takes_binary is None:
             self._takes_binary = await self._learns_binary()
         tensors = [write_tensor(array) for array in arrays.values()] if self._takes_binary else None
-        body, headers = write_request(arrays, tensors, outputs=outputs, timeout=timeout, priority=priority)
+        body, headers = write_request(arrays, tensors, **wanted)
         answer, given = await self._ask("POST", f"{_path(model, version)}/infer", body, headers)
         # The caller may write to its outputs, so they are copies.
         return {name: array.copy() for name, array in read_answer(answer, given).items()}

@@ -1,12 +1,12 @@
 """Call a server over its websocket: many requests in flight on one connection."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 from asynctrt import errors
 from asynctrt._util.forks import in_child, seal
-from asynctrt.client.base import ClientSettings, OneServer
+from asynctrt.client.base import ClientSettings, OneServer, Wanted
 from asynctrt.client.persistence import NotConnectedError, pauses, remote_error
 from asynctrt.errors import (
     AsynctrtError,
@@ -20,7 +20,6 @@ from asynctrt.kserve.client import (
     AnswerError,
     as_arrays,
     describe_request,
-    names_of,
     place_outputs,
     read_outputs,
     text_of,
@@ -106,19 +105,11 @@ class WebSocketClient(OneServer):
     def _is_over(self) -> bool:
         return self._lost is not None
 
-    async def _infer(
-        self,
-        model: str,
-        version: str,
-        inputs: Any,
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
-    ) -> dict[str, Array]:
+    async def _infer(self, model: str, version: str, inputs: Any, wanted: Wanted) -> dict[str, Array]:
         arrays = as_arrays(await self._named(model, version, inputs))
         tensors = [write_tensor(array) for array in arrays.values()]
         sizes = tuple([len(tensor) for tensor in tensors])
-        rest = self._head(model, version, arrays, sizes, outputs, timeout, priority)
+        rest = self._head(model, version, arrays, sizes, wanted)
         async with self._room:
             answer: dict[str, Array] = await self._call(rest, tensors)
             return answer
@@ -169,21 +160,18 @@ class WebSocketClient(OneServer):
         version: str,
         arrays: Mapping[str, Array],
         sizes: tuple[int, ...],
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
+        wanted: Wanted,
     ) -> bytes:
         """Return the part of a request's head that follows the id."""
-        wanted = names_of(outputs)
         shapes = tuple([(name, array.dtype, array.shape) for name, array in arrays.items()])
-        key = (model, version, shapes, sizes, wanted, timeout, priority)
+        key = (model, version, shapes, sizes, *wanted.values())
         known = self._heads.get(key)
         if known is not None:
             return known
         content: dict[str, Any] = {"model_name": model}
         if version:
             content["model_version"] = version
-        content |= describe_request(arrays, sizes, outputs=wanted, timeout=timeout, priority=priority)
+        content |= describe_request(arrays, sizes, **wanted)
         rest = b"," + dump(content)[1:]
         remember(self._heads, key, rest)
         return rest

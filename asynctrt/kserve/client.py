@@ -109,10 +109,9 @@ def describe_request(
     """Return the head of a request: its tensors follow as raw bytes, and it asks for raw outputs.
 
     :param sizes: the number of raw bytes of each tensor; ``None`` puts the values into the JSON instead.
+    :param outputs: as :func:`names_of` returns them.
     :param timeout: seconds that the request may be queued.
-    :raises InputError: if ``outputs`` is a single string.
     """
-    outputs = names_of(outputs)
     parameters: dict[str, Any] = {} if sizes is None else {"binary_data_output": True}
     if timeout is not None:
         parameters["timeout"] = max(1, round(timeout * 1e6))
