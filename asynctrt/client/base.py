@@ -26,7 +26,7 @@ from asynctrt.client.persistence import (
     with_dtype,
     without_credentials,
 )
-from asynctrt.errors import AsynctrtError, ConnectionLostError, UsageError
+from asynctrt.errors import AsynctrtError, ConnectionLostError, UsageError, show
 from asynctrt.kserve.client import names_of
 from asynctrt.limits import limits_here
 from asynctrt.tensors import Array, TensorSpec
@@ -56,7 +56,7 @@ class ClientSettings:
         if any(number is None or number < 1 for number in numbers):
             raise UsageError(
                 "max_in_flight and attempts must be whole numbers of at least 1, not "
-                f"{repr(self.max_in_flight)[:40]} and {repr(self.attempts)[:40]}"
+                f"{show(self.max_in_flight)} and {show(self.attempts)}"
             )
         token = self.token
         if token is not None and not (

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
@@ -44,12 +45,12 @@ DRAIN: Final = "Asynctrt-Drain-Seconds"
 """The header in which an asynctrt server says how long its queues take, or that it is draining."""
 
 BY_STATUS: Final = {
-    400: errors.RequestError,
-    401: errors.UnauthorizedError,
-    403: errors.UnauthorizedError,
-    404: errors.UnknownModelError,
-    413: errors.TooLargeError,
-    501: errors.UnsupportedError,
+    HTTPStatus.BAD_REQUEST: errors.RequestError,
+    HTTPStatus.UNAUTHORIZED: errors.UnauthorizedError,
+    HTTPStatus.FORBIDDEN: errors.UnauthorizedError,
+    HTTPStatus.NOT_FOUND: errors.UnknownModelError,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: errors.TooLargeError,
+    HTTPStatus.NOT_IMPLEMENTED: errors.UnsupportedError,
 }
 """The error for each status, for a server that does not name its class."""
 
@@ -125,7 +126,7 @@ class HttpClient(OneServer):
         try:
             return parse_object(answer, "the answer")
         except RequestError as error:
-            raise AnswerError(f"{error}; it begins {answer[:100]!r}") from error
+            raise AnswerError(f"{error}; it begins {show(answer)}") from error
 
     async def _ask(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
@@ -156,7 +157,7 @@ class HttpClient(OneServer):
         drain = response.headers.get(DRAIN, "0")
         self.is_draining = drain == "draining"
         self.drain_s = float(drain) if drain.replace(".", "").isdigit() else 0.0
-        if response.status != 200:
+        if response.status != HTTPStatus.OK:
             raise _refusal(response.status, response.headers.get(KIND), answer)
         return answer, response.headers
 
@@ -165,7 +166,7 @@ class HttpClient(OneServer):
 
         :raises AnswerError: if it is larger than allowed.
         """
-        is_refusal = response.status != 200
+        is_refusal = response.status != HTTPStatus.OK
         if self._max_size == math.inf and not is_refusal:
             return await response.read()
         parts, nbytes = [], 0

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 from asynctrt import errors
@@ -19,6 +20,7 @@ from asynctrt.errors import (
     OverloadError,
     QueueFullError,
     UsageError,
+    show,
 )
 from asynctrt.kserve.client import AnswerError, read_specs
 from asynctrt.tensors import TensorSpec, convert
@@ -35,7 +37,7 @@ DELAY_S_MAX: Final = 2.0
 class RemoteError(AsynctrtError):
     """The server answered with an error that asynctrt has no class for."""
 
-    status: int = 500
+    status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     """The HTTP status of the answer."""
 
 
@@ -50,7 +52,7 @@ TRANSIENT: Final = (ConnectionLostError, LifecycleError, OverloadError, DeviceLo
 """Errors after which a retry may help, although the request may have been computed. Deadline errors do not
 count."""
 
-GATEWAY: Final = (502, 503, 504)
+GATEWAY: Final = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 """Statuses with which proxies answer if a server is unreachable, whether or not it received the request."""
 
 
@@ -100,7 +102,7 @@ def check_names(model: object, version: object) -> None:
         try:
             str.encode(text)  # type: ignore[arg-type]  # This is the check.
         except (TypeError, UnicodeEncodeError):
-            raise UsageError(f"{what} must be a text that UTF-8 can hold, not {repr(text)[:100]}") from None
+            raise UsageError(f"{what} must be a text that UTF-8 can hold, not {show(text)}") from None
 
 
 def without_credentials(url: str) -> str:
@@ -134,7 +136,8 @@ def remote_error(kind: object, status: object, text: str) -> AsynctrtError:
     if isinstance(found, type) and issubclass(found, AsynctrtError):
         return found(text)
     remote = RemoteError(text)
-    remote.status = status if isinstance(status, int) else 500
+    if isinstance(status, int):
+        remote.status = status
     return remote
 
 

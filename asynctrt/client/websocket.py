@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Self
 
 from asynctrt import errors
@@ -291,5 +292,9 @@ class WebSocketClient(OneServer):
 def _refused(url: str, error: InvalidStatus) -> AsynctrtError:
     status = error.response.status_code
     said = bytes(error.response.body or b"").decode(errors="replace")
-    kinds = {401: errors.UnauthorizedError, 403: errors.UnauthorizedError, 404: errors.UnknownModelError}
+    kinds = {
+        HTTPStatus.UNAUTHORIZED: errors.UnauthorizedError,
+        HTTPStatus.FORBIDDEN: errors.UnauthorizedError,
+        HTTPStatus.NOT_FOUND: errors.UnknownModelError,
+    }
     return kinds.get(status, ConnectionLostError)(f"{url} answered with status {status}: {said:.300}")

@@ -203,9 +203,9 @@ def read_answer(body: bytes, headers: Mapping[str, str]) -> dict[str, Array]:
         outputs = place_outputs(parse_object(head, "the answer", len(head)))
         return read_outputs(outputs, body, len(head))
     except AnswerError as error:
-        raise AnswerError(f"{error}; it begins {head[:100]!r}") from error
+        raise AnswerError(f"{error}; it begins {show(head)}") from error
     except UNREADABLE as error:
-        raise AnswerError(f"the answer cannot be read: {text_of(error)}; it begins {head[:100]!r}") from error
+        raise AnswerError(f"the answer cannot be read: {text_of(error)}; it begins {show(head)}") from error
 
 
 def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:

@@ -13,6 +13,7 @@ from asynctrt.kserve.codec import (
     IN_HEAD,
     JSON_NBYTES_MAX,
     LAYOUT_NBYTES_MAX,
+    STRINGS_MAX,
     DecodedRequest,
     ModelCodec,
     PlacedTensor,
@@ -60,7 +61,7 @@ except ImportError as error:
     ) from error
 
 JSON_LISTS_MAX: Final = 16_384
-JSON_VALUES_MAX: Final = 262_144
+JSON_VALUES_MAX: Final = STRINGS_MAX
 """Limits for the JSON of one request: lists, objects and names in objects; and values. A list or a name costs
 as much time as ten numbers, and the garbage collector visits each list: 4 MiB of empty ones took 0.7 s."""
 

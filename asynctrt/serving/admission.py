@@ -17,6 +17,7 @@ from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.pipeline import PLATFORM
 from asynctrt.serving.fairness import NO_DEADLINE_NS, ConnectionShare, Gate, Ticket
 from asynctrt.serving.memory import ClientAccount, Hold
+from asynctrt.serving.places import SHARE
 from asynctrt.tensors import Array, InferResult
 
 T = TypeVar("T", bound=ModelCodec)
@@ -279,9 +280,9 @@ class Admission:
     def _pipeline_gate(self) -> Gate:
         """Return a gate for a pipeline: a quarter of its capacity is kept for other clients."""
         rows = self._engine.max_rows
-        full_rows = max(1, rows * 3 // 4)
+        full_rows = max(1, rows * (SHARE - 1) // SHARE)
         return Gate(
-            batch_rows=max(1, rows // 4),
+            batch_rows=max(1, rows // SHARE),
             busy_rows=max(1, rows // 2),
             full_rows=full_rows,
             waiting_rows_max=rows - full_rows,

@@ -183,7 +183,7 @@ class Api:
     """Changes whenever a token may have been revoked."""
     _tokens: frozenset[bytes] = frozenset()
     """The tokens, digested with a key of this process: looking one up reveals nothing about the others."""
-    _token_key: bytes = field(default_factory=partial(secrets.token_bytes, 32))
+    _token_key: bytes = field(default_factory=secrets.token_bytes)
     _client_header: bytes = b""
     _is_by_token: bool = False
 
@@ -739,9 +739,13 @@ def pages_alone(pages: Mapping[str, Page], settings: ServerSettings) -> Api:
 
 def _json_nbytes_of(route: ModelRoute, headers: Headers, body: Body) -> int:
     """Return the size of a body's JSON part in bytes."""
-    length = headers.get(b"inference-header-content-length", b"")
-    is_stated = route.verb != "predict" and length.isdigit() and len(length) < 19
-    return int(length) if is_stated else len(body)
+    length = _stated_nbytes(headers.get(b"inference-header-content-length", b""))
+    return len(body) if length is None or route.verb == "predict" else length
+
+
+def _stated_nbytes(length: bytes) -> int | None:
+    """Return the value of a header that counts bytes; ``None`` if it does not, or takes over 64 bits."""
+    return int(length) if length.isdigit() and len(length) < 19 else None
 
 
 def _decoded(
@@ -769,8 +773,8 @@ def _decoded(
             raise
     if length == b"0":
         return served.codec.decode_raw(body, between)
-    if length.isdigit() and len(length) < 19:
-        return served.codec.decode(body, int(length), between)
+    if (head_nbytes := _stated_nbytes(length)) is not None:
+        return served.codec.decode(body, head_nbytes, between)
     raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, not {length!r:.40}")
 
 

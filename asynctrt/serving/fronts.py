@@ -42,7 +42,7 @@ LOOK_S: Final = 0.5
 """Interval at which fronts say that their event loops run, and of the checks for that."""
 START_S: Final = 60.0
 """How long a front may take until its event loop first runs."""
-HURRIED_S: Final = 0.3
+HURRIED_S: Final = command.HURRIED_S / 2
 """How long fronts may take to stop when told to stop at once."""
 METRICS, STATISTICS = "metrics", "statistics"
 """The texts that fronts and their parent request from each other."""

@@ -47,8 +47,8 @@ from asynctrt.serving.gathering import Gathering
 from asynctrt.serving.grpc_connections import GrpcConnections
 from asynctrt.serving.http import SWEEP_S
 from asynctrt.serving.listener import HANDSHAKE_S, cannot_listen
-from asynctrt.serving.memory import SMALL_NBYTES, Hold
-from asynctrt.serving.places import Places
+from asynctrt.serving.memory import SHORT_NS, SMALL_NBYTES, Hold
+from asynctrt.serving.places import SHARE, Places
 from asynctrt.serving.responses import ID_METADATA, OUR_ERROR, STOPPING, pushback
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
@@ -73,9 +73,6 @@ CROWD_S: Final = 0.25
 
 CALL_NS: Final = 100_000
 """Approximate event loop time of a call."""
-
-SLOW_NS: Final = 1_000_000_000
-"""Messages still incomplete after this time make room when memory is short."""
 
 OPEN: Final = frozenset({"ServerLive", "ServerReady"})
 """Methods that need no token."""
@@ -225,7 +222,7 @@ class GrpcServer:
         now_ns = clock.now_ns()
         limit_ns = int(self._settings.request_timeout * 1e9)
         if self._api.memory.is_short(now_ns):
-            limit_ns = min(limit_ns, SLOW_NS)
+            limit_ns = min(limit_ns, SHORT_NS)
         for reading in self._reading:
             if now_ns - reading.since_ns > limit_ns:
                 reading.give_up()
@@ -250,7 +247,8 @@ class GrpcServer:
 
         gRPC cannot end such a call in any other way: it would have to inform the client.
         """
-        is_needed = self._api.memory.is_short(now_ns) or len(self._sending) > self._settings.max_requests // 4
+        is_much = len(self._sending) > self._settings.max_requests // SHARE
+        is_needed = is_much or self._api.memory.is_short(now_ns)
         late_ns = now_ns - int(self._settings.write_timeout * 1e9)
         peers = set()
         for key, sending in list(self._sending.items()):

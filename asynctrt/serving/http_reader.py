@@ -31,6 +31,7 @@ LONG_SLICE_NBYTES: Final = 8 << 10
 FAIR_PIECES: Final = 4
 """The most pieces of a body in such a slice."""
 NOTHING: Final = memoryview(b"")
+HEAD_END: Final = b"\r\n\r\n"
 
 PATH_NBYTES_MAX: Final = 8 << 10
 
@@ -159,7 +160,7 @@ class KnownHead:
         headers = request.headers
         if (
             request.version != "1.1"
-            or not 4 <= end <= KNOWN_HEAD_NBYTES_MAX
+            or not len(HEAD_END) <= end <= KNOWN_HEAD_NBYTES_MAX
             or len(headers) > KNOWN_HEADERS_MAX
             or body_nbytes > UNCOUNTED_NBYTES
             or not DIFFERENT.isdisjoint(headers)
@@ -168,7 +169,11 @@ class KnownHead:
         head = fed[:end]
         # It is one head if its first empty line is its end, even to a parser that accepts a lone CR or LF.
         ends = head.count(b"\r\n")
-        if head.find(b"\r\n\r\n") != end - 4 or head.count(b"\r") != ends or head.count(b"\n") != ends:
+        if (
+            head.find(HEAD_END) + len(HEAD_END) != end
+            or head.count(b"\r") != ends
+            or head.count(b"\n") != ends
+        ):
             return None
         return cls(head, request, body_nbytes)
 

@@ -6,7 +6,7 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 SHARE: Final = 4
-"""One place in this many is kept for clients that have none yet, as with memory."""
+"""One part in this many is kept for clients that have none yet: of places, memory and pipelines."""
 
 
 class Places(Generic[T]):
