@@ -44,7 +44,7 @@ KIND: Final = "Asynctrt-Error"
 DRAIN: Final = "Asynctrt-Drain-Seconds"
 """The header in which an asynctrt server says how long its queues take, or that it is draining."""
 
-BY_STATUS: Final = {
+BY_STATUS: Final[Mapping[int, type[AsynctrtError]]] = {
     HTTPStatus.BAD_REQUEST: errors.RequestError,
     HTTPStatus.UNAUTHORIZED: errors.UnauthorizedError,
     HTTPStatus.FORBIDDEN: errors.UnauthorizedError,

@@ -292,7 +292,7 @@ class WebSocketClient(OneServer):
 def _refused(url: str, error: InvalidStatus) -> AsynctrtError:
     status = error.response.status_code
     said = bytes(error.response.body or b"").decode(errors="replace")
-    kinds = {
+    kinds: Mapping[int, type[AsynctrtError]] = {
         HTTPStatus.UNAUTHORIZED: errors.UnauthorizedError,
         HTTPStatus.FORBIDDEN: errors.UnauthorizedError,
         HTTPStatus.NOT_FOUND: errors.UnknownModelError,

@@ -661,7 +661,7 @@ class Api:
             raise RequestError(f"ready must be true or false, not {brief(ready)}")
         return [item for item in self.repository.index() if not ready or item["state"] == "READY"]
 
-    def _parsed(self, body: Body) -> Mapping[str, Any]:
+    def _parsed(self, body: Body) -> dict[str, Any]:
         """Parse the body of a request to the repository, which may be empty."""
         return parse_object(body, "the request", self.settings.max_json) if body else {}
 

@@ -168,12 +168,8 @@ class KnownHead:
             return None
         head = fed[:end]
         # It is one head if its first empty line is its end, even to a parser that accepts a lone CR or LF.
-        ends = head.count(b"\r\n")
-        if (
-            head.find(HEAD_END) + len(HEAD_END) != end
-            or head.count(b"\r") != ends
-            or head.count(b"\n") != ends
-        ):
+        is_one = head.find(HEAD_END) + len(HEAD_END) == end
+        if not is_one or not head.count(b"\r") == head.count(b"\n") == head.count(b"\r\n"):
             return None
         return cls(head, request, body_nbytes)
 
