@@ -209,10 +209,7 @@ class Client(ABC):
         self._loop, self._origin = running_loop(), Origin()
 
     def _check_loop(self) -> None:
-        """Check that the client belongs to this process and event loop.
-
-        :raises UsageError: if it does not.
-        """
+        """Check that the client belongs to this process and event loop."""
         self._origin.check(self)
         if self._loop is not None and running_loop() is not self._loop:
             raise UsageError(

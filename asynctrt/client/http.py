@@ -162,10 +162,7 @@ class HttpClient(OneServer):
         return answer, response.headers
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return the body of an answer; of an error, only a bounded part for the message.
-
-        :raises AnswerError: if it is larger than allowed.
-        """
+        """Return the body of an answer; of an error, only a bounded part for the message."""
         is_refusal = response.status != HTTPStatus.OK
         if self._max_size == math.inf and not is_refusal:
             return await response.read()

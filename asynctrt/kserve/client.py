@@ -44,10 +44,7 @@ def as_arrays(inputs: Mapping[str, Any]) -> dict[str, Array]:
 
 def as_array(name: str, value: Any) -> Array:
     """Return an input as an array in native byte order. Text, and objects that are text or bytes, become
-    an array of bytes objects.
-
-    :raises InputError: if the protocol has no datatype for it, or some of its values are masked.
-    """
+    an array of bytes objects."""
     if has_masked(value):
         raise InputError(
             f"input {name!r} has masked values, which a model cannot leave out. Replace them: "
@@ -85,10 +82,7 @@ def describe(name: str, array: Array) -> dict[str, Any]:
 
 
 def names_of(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of the wanted outputs; ``None`` for all.
-
-    :raises InputError: for a single string, whose letters would be taken for names.
-    """
+    """Return the names of the wanted outputs; ``None`` for all."""
     if isinstance(outputs, str):
         raise InputError(
             f"outputs must be names of the model's outputs, such as [{show(outputs)}], not {show(outputs)}. "
@@ -149,7 +143,6 @@ def write_request(
     :param tensors: the raw bytes of the arrays; ``None`` puts their values into the JSON instead, for servers
         without the binary extension.
     :param wanted: as for :func:`describe_request`.
-    :raises RequestError: for infinities and bytes that are not text, which JSON cannot carry.
     """
     sizes = None if tensors is None else [len(tensor) for tensor in tensors]
     head = dump(describe_request(arrays, sizes, **wanted))
@@ -173,8 +166,6 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
 
     The first axis counts rows if its size is open; if not, the tensor is always sent whole. Other open axes
     are called ``NAME.AXIS``.
-
-    :raises AnswerError: if a description cannot be read or a datatype is unknown.
     """
     specs = []
     try:
@@ -190,10 +181,7 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
 
 
 def read_answer(body: bytes, headers: Mapping[str, str]) -> dict[str, Array]:
-    """Return the outputs of an answer over HTTP: a JSON head and then raw tensors, or JSON alone.
-
-    :raises AnswerError: if it cannot be read.
-    """
+    """Return the outputs of an answer over HTTP: a JSON head and then raw tensors, or JSON alone."""
     length = headers.get(HEAD_NBYTES)
     try:
         head = body if length is None else body[: int(length)]
@@ -209,10 +197,7 @@ def read_answer(body: bytes, headers: Mapping[str, str]) -> dict[str, Array]:
 
 
 def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
-    """Return the outputs of an answer from its JSON head, in the order of their raw bytes.
-
-    :raises AnswerError: if the head cannot be read.
-    """
+    """Return the outputs of an answer from its JSON head, in the order of their raw bytes."""
     outputs: list[PlacedTensor] = []
     try:
         for output in content["outputs"]:
@@ -231,10 +216,7 @@ def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
 
 
 def read_outputs(outputs: Sequence[PlacedTensor], body: Buffer, start: int) -> dict[str, Array]:
-    """Return outputs by name, reading raw ones from ``body`` at ``start``. Arrays of numbers are views of it.
-
-    :raises AnswerError: if there are too few bytes, or they do not match the outputs' shapes and datatypes.
-    """
+    """Return outputs by name, reading raw ones from ``body`` at ``start``; numbers are views of it."""
     if sum([nbytes for _, _, nbytes, _ in outputs]) > len(body) - start:
         raise AnswerError(
             f"the answer cannot be read: its outputs take more than the {len(body) - start} bytes after its "

@@ -38,10 +38,7 @@ DRAIN_NS: Final = 100_000_000
 
 
 class Caller:
-    """One connection that requests come from.
-
-    :param address: the client's address, as :func:`address_of` returns it.
-    """
+    """One connection that requests come from."""
 
     __slots__ = (
         "__weakref__",
@@ -117,11 +114,7 @@ class Served(Protocol):
 
 
 class Inference(Ticket):
-    """One inference in progress: decoded, at the gate or in the engine, until its answer is sent.
-
-    :param served: the model that it is for.
-    :param on_end: called when it has ended.
-    """
+    """One inference in progress: decoded, at the gate or in the engine, until its answer is sent."""
 
     __slots__ = (
         "_admitted",
@@ -289,10 +282,7 @@ class Admission:
         )
 
     def submit(self, inference: Inference) -> None:
-        """Submit a request to the engine, or let it wait at the gate.
-
-        :raises AsynctrtError: as :meth:`Engine.submit` does, and if the client has too much waiting.
-        """
+        """Submit a request to the engine, or let it wait at the gate."""
         gate = self.gate
         if self._closed:
             raise EngineClosedError(self._closed)

@@ -309,7 +309,6 @@ class Api:
     ) -> Inference:
         """Submit a decoded request to its engine and count its outcome. The caller may cancel it.
 
-        :param caller: the connection that the request came from.
         :raises QueueFullError: if the server is already answering ``max_requests`` requests, or has no memory
             for this one.
         """
@@ -336,8 +335,6 @@ class Api:
 
         A request whose body waited for memory is admitted with an answer of up to the body's size, so that
         the upload was not in vain.
-
-        :raises QueueFullError: if there is no memory for it.
         """
         account = self.account(caller)
         if not self.memory.has_room(account, nbytes - 2 * caller.received_nbytes):
@@ -357,10 +354,7 @@ class Api:
     async def infer(
         self, route: ModelRoute, headers: Headers, body: Body, caller: Caller, hold: Hold | None
     ) -> Answer:
-        """Answer an inference, with threads where decoding, encoding or compressing it takes long.
-
-        :raises AsynctrtError: if it is refused or fails.
-        """
+        """Answer an inference, with threads where decoding, encoding or compressing it takes long."""
         if self.is_slow(route, headers, body):
             beginning = self.begin_slow(route, headers, body, caller, hold)
             del body
@@ -377,10 +371,7 @@ class Api:
         return await self.compressed(headers, answer, inference.client)
 
     async def infer_answer(self, inference: Inference) -> Answer:
-        """Return the answer to a completed inference, encoding it in a thread if that is slow.
-
-        :raises AsynctrtError: if the inference failed.
-        """
+        """Return the answer to a completed inference, encoding it in a thread if that is slow."""
         codec, result = inference.served.codec, inference.future.result()
         if codec.is_slow_answer(inference.request.layout, result):
             encoding = partial(codec.encode, inference.request, result, pause)
@@ -421,10 +412,7 @@ class Api:
             return error_answer(error, headers)
 
     def authorize(self, path: bytes, headers: Headers) -> None:
-        """Check a request's bearer token, its ``Host``, and the origin of the page that sent it.
-
-        :raises UnauthorizedError: if a required token is missing or wrong, or the host or origin is refused.
-        """
+        """Check a request's bearer token, its ``Host``, and the origin of the page that sent it."""
         if path.startswith(HEALTH):
             return
         if self.checks_hosts:
@@ -497,10 +485,7 @@ class Api:
         return bool(origin and allowed) and ("*" in allowed or origin.decode("latin-1") in allowed)
 
     def check_sender(self, headers: Headers) -> None:
-        """Refuse to change the served models for a page of another site, even if it sends no ``Origin``.
-
-        :raises UnauthorizedError: if the browser says that the request comes from such a page.
-        """
+        """Refuse to change the served models for a page of another site, even if it sends no ``Origin``."""
         if self._tokens or b"origin" in headers:
             return  # :meth:`authorize` has checked it.
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
@@ -666,11 +651,7 @@ class Api:
         return parse_object(body, "the request", self.settings.max_json) if body else {}
 
     async def control(self, name: str, verb: str, parameters: Iterable[str]) -> None:
-        """Load or unload a model.
-
-        :param parameters: the names of the request's parameters.
-        :raises CallerError: if the server does not allow clients to do so.
-        """
+        """Load or unload a model."""
         given = [parameter for parameter in parameters if parameter != "unload_dependents"]
         if given:
             raise UnsupportedError(
@@ -698,7 +679,6 @@ class Api:
 
         :param hold: is set to the memory of the result.
         :param nbytes_max: the largest size of the result. Default: ``max_body``.
-        :raises QueueFullError: if there is no memory for it.
         """
         if coding not in (b"gzip", b"deflate"):
             raise _CodingError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
@@ -751,10 +731,7 @@ def _stated_nbytes(length: bytes) -> int | None:
 def _decoded(
     served: ServedModel, route: ModelRoute, headers: Headers, body: Body, between: Pause
 ) -> DecodedRequest:
-    """Decode an inference request as its route and headers say.
-
-    :param between: called between pieces of work.
-    """
+    """Decode an inference request as its route and headers say."""
     length = headers.get(b"inference-header-content-length")
     if route.verb == "predict":
         if length is not None:
@@ -795,10 +772,7 @@ def json_answer(content: object, status: int = 200, headers: tuple[tuple[str, st
 
 
 def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
-    """Return the answer to a failed request: KServe's ``{"error": ...}`` with the error's status.
-
-    :param asked: the request's headers, which hold its id.
-    """
+    """Return the answer to a failed request: KServe's ``{"error": ...}`` with the error's status."""
     if not isinstance(error, AsynctrtError):
         known = (asked or {}).get(ID_HEADER, b"").decode("latin-1")
         extra = {"request_id": known} if known else None

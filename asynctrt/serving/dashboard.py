@@ -54,8 +54,6 @@ def dashboard_pages(repository: Repository, sampler: Sampler, ask: Ask) -> dict[
 
     The page, its script and style need no token, since only the page can ask the user for one.
     ``/dashboard/data`` returns all samples, ``/dashboard/recent`` the newest; both need the token.
-
-    :param ask: returns the path and body of a request to a model.
     """
     pages = {path: static_page(*file) for path, file in FILES.items()}
     pages["/dashboard/icon.svg"] = _static(ICON, "image/svg+xml")

@@ -118,10 +118,7 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class GrpcServer:
-    """Serve an :class:`Api` over gRPC, with the address and limits in ``settings``.
-
-    :param certificate: for TLS; each new connection uses its current contents.
-    """
+    """Serve an :class:`Api` over gRPC, with the address and limits in ``settings``."""
 
     def __init__(
         self,
@@ -168,10 +165,7 @@ class GrpcServer:
         return f"<GrpcServer {state if self._server else 'down'} streams={len(self._streams)}>"
 
     async def start(self) -> int:
-        """Listen, and return the port.
-
-        :raises UsageError: if it cannot listen on the address.
-        """
+        """Listen, and return the port."""
         host, port = self._settings.host, self._settings.grpc_port
         credentials = self._credentials()
         if not self._shares_port:
@@ -409,10 +403,7 @@ class GrpcServer:
         return headers
 
     def _let_in(self, name: str, context: Any) -> tuple[Headers, Caller]:
-        """Check a client's token. Return its headers, and the caller that its calls on one connection share.
-
-        :raises UnauthorizedError: if it has no token, or a wrong one.
-        """
+        """Check a client's token. Return its headers, and the caller that calls on one connection share."""
         headers = self._named(context)
         if self._api.has_tokens:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
@@ -429,10 +420,7 @@ class GrpcServer:
         return headers, caller
 
     async def _read(self, context: Any, caller: Caller) -> tuple[Body, Hold]:
-        """Read a call's only message, in its client's turn and once there is memory for it.
-
-        :returns: the message, and the hold on its memory.
-        """
+        """Read a call's only message, in its client's turn and once there is memory for it."""
         account = self._api.account(caller)
         await self._api.turns.enter(account, CALL_NS)
         hold = Hold(account)
@@ -546,10 +534,7 @@ class GrpcServer:
         return answer
 
     async def _encoded(self, inference: Inference, wrap: Callable[[bytes], bytes]) -> bytes:
-        """Encode an answer and ``wrap`` it, in a thread if that is slow.
-
-        :raises AsynctrtError: if the inference failed.
-        """
+        """Encode an answer and ``wrap`` it, in a thread if that is slow."""
         codec = inference.served.codec_of(ProtobufCodec)
         request, result = inference.request, inference.future.result()
         self._check_answer(sum([result[spec.name].nbytes for spec, _ in request.layout.outputs]))
@@ -625,10 +610,7 @@ class GrpcServer:
             raise
 
     def _check_answer(self, nbytes: int) -> None:
-        """Refuse an answer so large that others would have to wait while gRPC copies it.
-
-        :raises TooLargeError: if it is too large; before it is computed if its size is known by then.
-        """
+        """Refuse an answer so large that others would have to wait while gRPC copies it."""
         nbytes_max = self._answer_nbytes_max
         if nbytes > nbytes_max:
             raise TooLargeError(
@@ -862,10 +844,7 @@ def _wrapped(wrap: Callable[[bytes], bytes], codec: ProtobufCodec, request: Any,
 
 
 def _some(body: Any) -> bytes:
-    """Check that a message was read, and return it.
-
-    :raises RequestError: if the client ended the call without one.
-    """
+    """Check that a message was read, and return it."""
     if body is grpc.aio.EOF:
         raise RequestError("the call has no message")
     assert isinstance(body, bytes)
@@ -938,10 +917,7 @@ def message_nbytes(models: Iterable[ServedModel]) -> int:
 
 
 async def check_address(host: str, port: int) -> None:
-    """Try to listen, since gRPC reports that it failed but not why.
-
-    :raises UsageError: if the address cannot be listened on.
-    """
+    """Try to listen, since gRPC reports that it failed but not why."""
     try:
         probe = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except OSError as error:

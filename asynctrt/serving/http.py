@@ -568,20 +568,14 @@ class HttpConnection(asyncio.Protocol):
             self._is_awaited = True  # Sent now, it would seem to answer an earlier request.
 
     def _let_in(self, request: HttpRequest) -> None:
-        """Authorize a request, and keep its connection unless anyone may send the request.
-
-        :raises AsynctrtError: if it is refused.
-        """
+        """Authorize a request, and keep its connection unless anyone may send the request."""
         self._api.authorize(request.path, request.headers)
         request.is_authorized = True
         if self._is_known or not self._api.is_open(request.path):
             self.know(request.headers)
 
     def know(self, headers: Headers) -> None:
-        """Keep the connection, since the client of a request with these headers was authorized.
-
-        :raises OverloadError: if there is no room for another connection.
-        """
+        """Keep the connection, since the client of a request with these headers was authorized."""
         if self._is_known and not self._api.names_clients:
             return
         self._account = self._api.identify(self._caller, headers)

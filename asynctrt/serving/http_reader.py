@@ -116,12 +116,7 @@ class HttpRequest:
 
 
 class KnownHead:
-    """A head that was parsed and accepted, cached so that the same bytes need not be parsed again.
-
-    :param head: its bytes, up to and including its empty line.
-    :param request: the parsed request.
-    :param body_nbytes: the number of bytes that follow it.
-    """
+    """A head that was parsed and accepted, cached so that the same bytes need not be parsed again."""
 
     __slots__ = (
         "admitted",
@@ -343,10 +338,7 @@ class RequestReader:
             self._known = KnownHead.of(request, fed, self._announced_nbytes)
 
     def lags(self, tick: int, ticks_max: int) -> bool:
-        """Return whether a body that memory is held for arrives too slowly to be complete in time.
-
-        :param ticks_max: the time allowed for the whole body.
-        """
+        """Return whether a body that memory is held for arrives too slowly to be complete in time."""
         request = self._request
         if request is None or request.hold is None:
             return False

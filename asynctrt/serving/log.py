@@ -25,7 +25,6 @@ class AccessLog:
     """The access log: buffered lines that are appended to a file.
 
     :param path: the file to append to; ``-`` is standard output.
-    :raises UsageError: if it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:

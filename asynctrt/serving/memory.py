@@ -65,11 +65,7 @@ class ClientPace:
         self._nbytes = 0
 
     def is_low(self, tick: int, nbytes: int, whole_nbytes: int, ticks_max: int) -> bool:
-        """Return whether, at the recent pace, the whole would take longer than allowed.
-
-        :param nbytes: the bytes sent or received so far.
-        :param ticks_max: the time allowed for the whole.
-        """
+        """Return whether, at the recent pace, ``whole_nbytes`` would take longer than ``ticks_max``."""
         ticks = tick - self._tick
         if ticks < PACE_TICKS:
             return False
@@ -86,10 +82,7 @@ class Decided(Protocol):
 
 
 class ClientAccount:
-    """One client's account: bytes held for it, and its turn on the event loop.
-
-    :param memory: the server's memory, which it is a part of.
-    """
+    """One client's account: bytes held for it, and its turn on the event loop."""
 
     __slots__ = ("__weakref__", "memory", "nbytes", "spent_ns", "waiting")
 

@@ -10,10 +10,7 @@ SHARE: Final = 4
 
 
 class Places(Generic[T]):
-    """Places that holders take and give back.
-
-    :param places_max: the number of places.
-    """
+    """Places that holders take and give back."""
 
     def __init__(self, places_max: int) -> None:
         self.places_max = places_max

@@ -10,7 +10,7 @@ from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, QueueFullEr
 
 OUR_ERROR: Final = "internal error; see the server's log"
 STOPPING: Final = "the server is stopping: use another one"
-"""What clients are told of an error of ours, and of a request that comes too late."""
+"""The messages for an error of ours, and for a request that comes too late."""
 
 # ---- ids: the client's X-Request-ID if it is safe to log, otherwise one that the server makes
 

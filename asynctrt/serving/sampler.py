@@ -71,13 +71,7 @@ class _Reading(NamedTuple):
 
 
 class Sampler:
-    """The last samples of a server, taken in its event loop.
-
-    :param repository: the models to sample.
-    :param connections: returns the number of open connections.
-    :param in_flight: returns the number of requests being answered.
-    :param lag_ns: returns the event loop's longest delay since the last call.
-    """
+    """The last samples of a server, taken in its event loop."""
 
     def __init__(
         self,

@@ -28,11 +28,7 @@ Headers = Mapping[bytes, bytes]
 
 
 class ServedModel:
-    """One version of a model, ready to serve: its engine, its codec, and counts of its requests.
-
-    :param settings: limits on its requests.
-    :raises ModelError: if KServe has no datatype for one of its tensors.
-    """
+    """One version of a model, ready to serve: its engine, its codec, and counts of its requests."""
 
     def __init__(
         self, name: str, version: str, engine: Engine, settings: ServerSettings | None = None
@@ -97,7 +93,6 @@ class ServedModel:
         :param caller: the connection that it came from.
         :param name: the client that it is for.
         :param on_end: called when it has ended, to call :meth:`ended`.
-        :raises AsynctrtError: as :meth:`Engine.submit` does, and if the client has too much waiting.
         """
         priority = request.layout.priority
         if priority:
@@ -162,10 +157,7 @@ class ServedModel:
         self.failed_ns += took_ns
 
     def succeeded(self, done: Statistics) -> int:
-        """Return the number of answered requests. A split request counts once, when it is answered.
-
-        :param done: the current statistics.
-        """
+        """Return the number of answered requests. A split request counts once, when it is answered."""
         under_way = sum(counted(one.future) for one in self._divisible if one.has_future)
         return done.succeeded - self._parts - under_way
 

@@ -20,11 +20,7 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class StopSignals:
-    """The handler of these signals while it is entered.
-
-    :param stop: called at the first signal.
-    :param hurry: called at each further one.
-    """
+    """Handle these signals while entered: the first calls ``stop``, each further one ``hurry``."""
 
     def __init__(self, stop: Callable[[], object], hurry: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()

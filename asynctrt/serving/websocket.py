@@ -134,10 +134,7 @@ class WebSocketSession:
         return Hold(self.account)
 
     def check_token(self) -> None:
-        """Check the token that opened the websocket, if tokens may have been revoked since.
-
-        :raises UnauthorizedError: if it was revoked.
-        """
+        """Check the token that opened the websocket, if tokens may have been revoked since."""
         if self._tokens_version != self._api.tokens_version:
             authorize(self._api, PATH, self._headers)
             self._tokens_version = self._api.tokens_version
@@ -219,10 +216,7 @@ class WebSocketSession:
         return request
 
     def _read_known(self, seen: "_Seen", head: bytes, raw: Body, start: int) -> DecodedRequest | None:
-        """Decode a request whose head equals an earlier one's but for the id, without parsing it again.
-
-        :param start: where its raw tensors begin in ``raw``.
-        """
+        """Decode a request whose head equals an earlier one's but for the id, without parsing it again."""
         rest, request_id = split_id(head)
         route = self._route
         if route is None:
@@ -426,10 +420,7 @@ def _route_of(content: Mapping[str, Any]) -> ModelRoute:
 
 
 def authorize_route(api: Api, path: bytes, headers: Headers) -> ModelRoute | None:
-    """Authorize a client that opens a websocket, and return the model at its path; ``None`` at :data:`PATH`.
-
-    :raises AsynctrtError: if the client is refused, or there is no websocket at the path.
-    """
+    """Authorize a client that opens a websocket; return the model at its path, ``None`` at :data:`PATH`."""
     authorize(api, path, headers)
     if path.rstrip(b"/") == PATH:
         return None
@@ -454,10 +445,7 @@ def _token_of(offered: bytes) -> bytes:
 
 
 def authorize(api: Api, path: bytes, headers: Headers) -> None:
-    """Check the origin and the token of a client that opens a websocket.
-
-    :raises UnauthorizedError: if either is refused.
-    """
+    """Check the origin and the token of a client that opens a websocket."""
     api.authorize(path, with_token(headers))
 
 

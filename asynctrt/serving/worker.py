@@ -66,7 +66,6 @@ class ClientThreads:
         :param hold: the memory of the work's input, held until the thread has released it.
         :param nbytes: further bytes that the work takes while it runs. They are counted before it begins,
             without waiting for room, since there is at most one such piece per thread.
-        :raises EngineClosedError: after :meth:`close`.
         """
         loop = asyncio.get_running_loop()
         turn = self._turns.setdefault(client, asyncio.Semaphore(1))
