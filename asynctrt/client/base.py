@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from asynctrt._util.forks import Origin
@@ -26,11 +25,13 @@ from asynctrt.client.persistence import (
     with_dtype,
     without_credentials,
 )
-from asynctrt.errors import AsynctrtError, ConnectionLostError, UsageError
+from asynctrt.errors import AsynctrtError, ConnectionLostError, UsageError, show
+from asynctrt.kserve.client import names_of
 from asynctrt.limits import limits_here
 from asynctrt.tensors import Array, TensorSpec
 
 T = TypeVar("T")
+Wanted = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class ClientSettings:
         if any(number is None or number < 1 for number in numbers):
             raise UsageError(
                 "max_in_flight and attempts must be whole numbers of at least 1, not "
-                f"{repr(self.max_in_flight)[:40]} and {repr(self.attempts)[:40]}"
+                f"{show(self.max_in_flight)} and {show(self.attempts)}"
             )
         token = self.token
         if token is not None and not (
@@ -88,12 +89,7 @@ class Client(ABC):
     @abstractmethod
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         if error is None or self._origin.is_here:  # In a forked child, let the exception pass.
             await self.aclose()
 
@@ -145,8 +141,12 @@ class Client(ABC):
         self._check_loop()
         check_names(model, version)
         deadline = _limited(seconds_of("deadline", deadline))
-        timeout = queue_timeout(timeout, deadline)
-        send = partial(self._infer, model, version, inputs, outputs, timeout, priority)
+        wanted = {
+            "outputs": names_of(outputs),
+            "timeout": queue_timeout(timeout, deadline),
+            "priority": priority,
+        }
+        send = partial(self._infer, model, version, inputs, wanted)
         is_idempotent = self._settings.idempotent if idempotent is None else idempotent
         return await self._persist(send, deadline, is_idempotent=is_idempotent)
 
@@ -170,16 +170,11 @@ class Client(ABC):
         """Whether no further attempt can succeed."""
 
     @abstractmethod
-    async def _infer(
-        self,
-        model: str,
-        version: str,
-        inputs: Any,
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
-    ) -> dict[str, Array]:
-        """Send a request once, and return its answer."""
+    async def _infer(self, model: str, version: str, inputs: Any, wanted: Wanted) -> dict[str, Array]:
+        """Send a request once, and return its answer.
+
+        :param wanted: outputs, timeout and priority, as :func:`describe_request` takes them.
+        """
 
     @abstractmethod
     async def _describe(self, model: str, version: str) -> dict[str, Any]:
@@ -208,10 +203,7 @@ class Client(ABC):
         self._loop, self._origin = running_loop(), Origin()
 
     def _check_loop(self) -> None:
-        """Check that the client belongs to this process and event loop.
-
-        :raises UsageError: if it does not.
-        """
+        """Check that the client belongs to this process and event loop."""
         self._origin.check(self)
         if self._loop is not None and running_loop() is not self._loop:
             raise UsageError(

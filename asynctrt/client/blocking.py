@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from asynctrt._util.forks import Origin
@@ -81,12 +80,7 @@ class BlockingClient:
         self._thread = thread
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None or self._origin.is_here:  # In a forked child, let the exception pass.
             self.close()
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
 from asynctrt import errors
 from asynctrt._util.loops import is_cancelled
-from asynctrt.client.base import ClientSettings, OneServer
+from asynctrt.client.base import ClientSettings, OneServer, Wanted
 from asynctrt.client.persistence import NotConnectedError, remote_error
 from asynctrt.errors import (
     AsynctrtError,
@@ -43,13 +44,13 @@ KIND: Final = "Asynctrt-Error"
 DRAIN: Final = "Asynctrt-Drain-Seconds"
 """The header in which an asynctrt server says how long its queues take, or that it is draining."""
 
-BY_STATUS: Final = {
-    400: errors.RequestError,
-    401: errors.UnauthorizedError,
-    403: errors.UnauthorizedError,
-    404: errors.UnknownModelError,
-    413: errors.TooLargeError,
-    501: errors.UnsupportedError,
+BY_STATUS: Final[Mapping[int, type[AsynctrtError]]] = {
+    HTTPStatus.BAD_REQUEST: errors.RequestError,
+    HTTPStatus.UNAUTHORIZED: errors.UnauthorizedError,
+    HTTPStatus.FORBIDDEN: errors.UnauthorizedError,
+    HTTPStatus.NOT_FOUND: errors.UnknownModelError,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: errors.TooLargeError,
+    HTTPStatus.NOT_IMPLEMENTED: errors.UnsupportedError,
 }
 """The error for each status, for a server that does not name its class."""
 
@@ -100,20 +101,12 @@ class HttpClient(OneServer):
     def _is_over(self) -> bool:
         return self._session is None
 
-    async def _infer(
-        self,
-        model: str,
-        version: str,
-        inputs: Any,
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
-    ) -> dict[str, Array]:
+    async def _infer(self, model: str, version: str, inputs: Any, wanted: Wanted) -> dict[str, Array]:
         arrays = as_arrays(await self._named(model, version, inputs))
         if self._takes_binary is None:
             self._takes_binary = await self._learns_binary()
         tensors = [write_tensor(array) for array in arrays.values()] if self._takes_binary else None
-        body, headers = write_request(arrays, tensors, outputs=outputs, timeout=timeout, priority=priority)
+        body, headers = write_request(arrays, tensors, **wanted)
         answer, given = await self._ask("POST", f"{_path(model, version)}/infer", body, headers)
         # The caller may write to its outputs, so they are copies.
         return {name: array.copy() for name, array in read_answer(answer, given).items()}
@@ -133,7 +126,7 @@ class HttpClient(OneServer):
         try:
             return parse_object(answer, "the answer")
         except RequestError as error:
-            raise AnswerError(f"{error}; it begins {answer[:100]!r}") from error
+            raise AnswerError(f"{error}; it begins {show(answer)}") from error
 
     async def _ask(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
@@ -164,16 +157,13 @@ class HttpClient(OneServer):
         drain = response.headers.get(DRAIN, "0")
         self.is_draining = drain == "draining"
         self.drain_s = float(drain) if drain.replace(".", "").isdigit() else 0.0
-        if response.status != 200:
+        if response.status != HTTPStatus.OK:
             raise _refusal(response.status, response.headers.get(KIND), answer)
         return answer, response.headers
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return the body of an answer; of an error, only a bounded part for the message.
-
-        :raises AnswerError: if it is larger than allowed.
-        """
-        is_refusal = response.status != 200
+        """Return the body of an answer; of an error, only a bounded part for the message."""
+        is_refusal = response.status != HTTPStatus.OK
         if self._max_size == math.inf and not is_refusal:
             return await response.read()
         parts, nbytes = [], 0

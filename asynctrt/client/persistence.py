@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 from asynctrt import errors
@@ -19,6 +20,7 @@ from asynctrt.errors import (
     OverloadError,
     QueueFullError,
     UsageError,
+    show,
 )
 from asynctrt.kserve.client import AnswerError, read_specs
 from asynctrt.tensors import TensorSpec, convert
@@ -35,7 +37,7 @@ DELAY_S_MAX: Final = 2.0
 class RemoteError(AsynctrtError):
     """The server answered with an error that asynctrt has no class for."""
 
-    status: int = 500
+    status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     """The HTTP status of the answer."""
 
 
@@ -50,7 +52,7 @@ TRANSIENT: Final = (ConnectionLostError, LifecycleError, OverloadError, DeviceLo
 """Errors after which a retry may help, although the request may have been computed. Deadline errors do not
 count."""
 
-GATEWAY: Final = (502, 503, 504)
+GATEWAY: Final = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 """Statuses with which proxies answer if a server is unreachable, whether or not it received the request."""
 
 
@@ -74,10 +76,7 @@ def pauses(first_s: float = DELAY_S_MIN) -> Iterator[float]:
 
 
 async def in_time(answer: Awaitable[T], deadline: float) -> T:
-    """Wait for an answer for up to ``deadline`` seconds.
-
-    :raises DeadlineError: if there is none by then.
-    """
+    """Wait for an answer for up to ``deadline`` seconds."""
     limit = asyncio.timeout(deadline)
     try:
         async with limit:
@@ -92,15 +91,12 @@ async def in_time(answer: Awaitable[T], deadline: float) -> T:
 
 
 def check_names(model: object, version: object) -> None:
-    """Check the model name and the version of a request.
-
-    :raises UsageError: for a name or a version that is not a string, or cannot be encoded as UTF-8.
-    """
+    """Check the model name and the version of a request."""
     for what, text in (("model", model), ("version", version)):
         try:
             str.encode(text)  # type: ignore[arg-type]  # This is the check.
         except (TypeError, UnicodeEncodeError):
-            raise UsageError(f"{what} must be a text that UTF-8 can hold, not {repr(text)[:100]}") from None
+            raise UsageError(f"{what} must be a text that UTF-8 can hold, not {show(text)}") from None
 
 
 def without_credentials(url: str) -> str:
@@ -109,19 +105,13 @@ def without_credentials(url: str) -> str:
 
 
 def seconds_of(name: str, value: Any) -> float | None:
-    """Return a number of seconds; ``None`` for no limit, and for infinity.
-
-    :raises OptionsError: for anything else.
-    """
+    """Return a number of seconds; ``None`` for no limit, and for infinity."""
     seconds: float | None = SECONDS.or_none(name, value)
     return None if seconds == math.inf else seconds
 
 
 def queue_timeout(timeout: float | None, deadline: float | None) -> float | None:
-    """Return how long a request may be queued on the server, in seconds, at most until its deadline.
-
-    :raises OptionsError: if ``timeout`` is not a number of seconds.
-    """
+    """Return how long a request may be queued on the server, in seconds, at most until its deadline."""
     timeout = seconds_of("timeout", timeout)
     if timeout is None or deadline is None:
         return deadline if timeout is None else timeout
@@ -134,15 +124,13 @@ def remote_error(kind: object, status: object, text: str) -> AsynctrtError:
     if isinstance(found, type) and issubclass(found, AsynctrtError):
         return found(text)
     remote = RemoteError(text)
-    remote.status = status if isinstance(status, int) else 500
+    if isinstance(status, int):
+        remote.status = status
     return remote
 
 
 def only_input(model: str, specs: Sequence[TensorSpec]) -> str:
-    """Return the name of a model's only input, for a caller who gave an array without one.
-
-    :raises UsageError: if it has several.
-    """
+    """Return the name of a model's only input, for a caller who gave an array without one."""
     if len(specs) != 1:
         listed = ", ".join(f"{spec.name!r}: rows" for spec in specs)
         raise UsageError(
@@ -152,10 +140,7 @@ def only_input(model: str, specs: Sequence[TensorSpec]) -> str:
 
 
 def input_specs(model: str, metadata: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
-    """Return the specs of a model's inputs.
-
-    :raises AnswerError: if the metadata cannot be read.
-    """
+    """Return the specs of a model's inputs."""
     try:
         return read_specs(metadata["inputs"])
     except (KeyError, TypeError) as error:
@@ -168,10 +153,7 @@ def is_plain(value: Any) -> bool:
 
 
 def with_dtype(specs: Sequence[TensorSpec], name: str, value: Any) -> Any:
-    """Convert a plain value for a numeric input to an array of that input's dtype; return others unchanged.
-
-    :raises InputError: for a value that the dtype cannot hold, and for ragged lists.
-    """
+    """Convert a plain value for a numeric input to an array of its dtype; return others unchanged."""
     spec = next((spec for spec in specs if spec.name == name), None)
     if spec is None or spec.dtype.kind not in "biuf" or not is_plain(value):
         return value

@@ -1,12 +1,13 @@
 """Call a server over its websocket: many requests in flight on one connection."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Self
 
 from asynctrt import errors
 from asynctrt._util.forks import in_child, seal
-from asynctrt.client.base import ClientSettings, OneServer
+from asynctrt.client.base import ClientSettings, OneServer, Wanted
 from asynctrt.client.persistence import NotConnectedError, pauses, remote_error
 from asynctrt.errors import (
     AsynctrtError,
@@ -20,7 +21,6 @@ from asynctrt.kserve.client import (
     AnswerError,
     as_arrays,
     describe_request,
-    names_of,
     place_outputs,
     read_outputs,
     text_of,
@@ -106,19 +106,11 @@ class WebSocketClient(OneServer):
     def _is_over(self) -> bool:
         return self._lost is not None
 
-    async def _infer(
-        self,
-        model: str,
-        version: str,
-        inputs: Any,
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
-    ) -> dict[str, Array]:
+    async def _infer(self, model: str, version: str, inputs: Any, wanted: Wanted) -> dict[str, Array]:
         arrays = as_arrays(await self._named(model, version, inputs))
         tensors = [write_tensor(array) for array in arrays.values()]
         sizes = tuple([len(tensor) for tensor in tensors])
-        rest = self._head(model, version, arrays, sizes, outputs, timeout, priority)
+        rest = self._head(model, version, arrays, sizes, wanted)
         async with self._room:
             answer: dict[str, Array] = await self._call(rest, tensors)
             return answer
@@ -169,21 +161,18 @@ class WebSocketClient(OneServer):
         version: str,
         arrays: Mapping[str, Array],
         sizes: tuple[int, ...],
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
+        wanted: Wanted,
     ) -> bytes:
         """Return the part of a request's head that follows the id."""
-        wanted = names_of(outputs)
         shapes = tuple([(name, array.dtype, array.shape) for name, array in arrays.items()])
-        key = (model, version, shapes, sizes, wanted, timeout, priority)
+        key = (model, version, shapes, sizes, *wanted.values())
         known = self._heads.get(key)
         if known is not None:
             return known
         content: dict[str, Any] = {"model_name": model}
         if version:
             content["model_version"] = version
-        content |= describe_request(arrays, sizes, outputs=wanted, timeout=timeout, priority=priority)
+        content |= describe_request(arrays, sizes, **wanted)
         rest = b"," + dump(content)[1:]
         remember(self._heads, key, rest)
         return rest
@@ -303,5 +292,9 @@ class WebSocketClient(OneServer):
 def _refused(url: str, error: InvalidStatus) -> AsynctrtError:
     status = error.response.status_code
     said = bytes(error.response.body or b"").decode(errors="replace")
-    kinds = {401: errors.UnauthorizedError, 403: errors.UnauthorizedError, 404: errors.UnknownModelError}
+    kinds: Mapping[int, type[AsynctrtError]] = {
+        HTTPStatus.UNAUTHORIZED: errors.UnauthorizedError,
+        HTTPStatus.FORBIDDEN: errors.UnauthorizedError,
+        HTTPStatus.NOT_FOUND: errors.UnknownModelError,
+    }
     return kinds.get(status, ConnectionLostError)(f"{url} answered with status {status}: {said:.300}")

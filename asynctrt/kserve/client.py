@@ -44,10 +44,7 @@ def as_arrays(inputs: Mapping[str, Any]) -> dict[str, Array]:
 
 def as_array(name: str, value: Any) -> Array:
     """Return an input as an array in native byte order. Text, and objects that are text or bytes, become
-    an array of bytes objects.
-
-    :raises InputError: if the protocol has no datatype for it, or some of its values are masked.
-    """
+    an array of bytes objects."""
     if has_masked(value):
         raise InputError(
             f"input {name!r} has masked values, which a model cannot leave out. Replace them: "
@@ -85,10 +82,7 @@ def describe(name: str, array: Array) -> dict[str, Any]:
 
 
 def names_of(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of the wanted outputs; ``None`` for all.
-
-    :raises InputError: for a single string, whose letters would be taken for names.
-    """
+    """Return the names of the wanted outputs; ``None`` for all."""
     if isinstance(outputs, str):
         raise InputError(
             f"outputs must be names of the model's outputs, such as [{show(outputs)}], not {show(outputs)}. "
@@ -109,10 +103,9 @@ def describe_request(
     """Return the head of a request: its tensors follow as raw bytes, and it asks for raw outputs.
 
     :param sizes: the number of raw bytes of each tensor; ``None`` puts the values into the JSON instead.
+    :param outputs: as :func:`names_of` returns them.
     :param timeout: seconds that the request may be queued.
-    :raises InputError: if ``outputs`` is a single string.
     """
-    outputs = names_of(outputs)
     parameters: dict[str, Any] = {} if sizes is None else {"binary_data_output": True}
     if timeout is not None:
         parameters["timeout"] = max(1, round(timeout * 1e6))
@@ -150,7 +143,6 @@ def write_request(
     :param tensors: the raw bytes of the arrays; ``None`` puts their values into the JSON instead, for servers
         without the binary extension.
     :param wanted: as for :func:`describe_request`.
-    :raises RequestError: for infinities and bytes that are not text, which JSON cannot carry.
     """
     sizes = None if tensors is None else [len(tensor) for tensor in tensors]
     head = dump(describe_request(arrays, sizes, **wanted))
@@ -174,8 +166,6 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
 
     The first axis counts rows if its size is open; if not, the tensor is always sent whole. Other open axes
     are called ``NAME.AXIS``.
-
-    :raises AnswerError: if a description cannot be read or a datatype is unknown.
     """
     specs = []
     try:
@@ -191,10 +181,7 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
 
 
 def read_answer(body: bytes, headers: Mapping[str, str]) -> dict[str, Array]:
-    """Return the outputs of an answer over HTTP: a JSON head and then raw tensors, or JSON alone.
-
-    :raises AnswerError: if it cannot be read.
-    """
+    """Return the outputs of an answer over HTTP: a JSON head and then raw tensors, or JSON alone."""
     length = headers.get(HEAD_NBYTES)
     try:
         head = body if length is None else body[: int(length)]
@@ -204,16 +191,13 @@ def read_answer(body: bytes, headers: Mapping[str, str]) -> dict[str, Array]:
         outputs = place_outputs(parse_object(head, "the answer", len(head)))
         return read_outputs(outputs, body, len(head))
     except AnswerError as error:
-        raise AnswerError(f"{error}; it begins {head[:100]!r}") from error
+        raise AnswerError(f"{error}; it begins {show(head)}") from error
     except UNREADABLE as error:
-        raise AnswerError(f"the answer cannot be read: {text_of(error)}; it begins {head[:100]!r}") from error
+        raise AnswerError(f"the answer cannot be read: {text_of(error)}; it begins {show(head)}") from error
 
 
 def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
-    """Return the outputs of an answer from its JSON head, in the order of their raw bytes.
-
-    :raises AnswerError: if the head cannot be read.
-    """
+    """Return the outputs of an answer from its JSON head, in the order of their raw bytes."""
     outputs: list[PlacedTensor] = []
     try:
         for output in content["outputs"]:
@@ -232,10 +216,7 @@ def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
 
 
 def read_outputs(outputs: Sequence[PlacedTensor], body: Buffer, start: int) -> dict[str, Array]:
-    """Return outputs by name, reading raw ones from ``body`` at ``start``. Arrays of numbers are views of it.
-
-    :raises AnswerError: if there are too few bytes, or they do not match the outputs' shapes and datatypes.
-    """
+    """Return outputs by name, reading raw ones from ``body`` at ``start``; numbers are views of it."""
     if sum([nbytes for _, _, nbytes, _ in outputs]) > len(body) - start:
         raise AnswerError(
             f"the answer cannot be read: its outputs take more than the {len(body) - start} bytes after its "

@@ -138,10 +138,7 @@ class RequestLayout:
 
 
 class DecodedRequest:
-    """One inference request: its id, its layout, and its inputs by name.
-
-    :param message_nbytes: the size of the message that it came in.
-    """
+    """One inference request: its id, its layout, and its inputs by name."""
 
     __slots__ = ("id", "inputs", "kept_nbytes", "layout", "nbytes")
 
@@ -168,7 +165,6 @@ class ModelCodec:
     :param answer_max: the largest total size in bytes of a request's outputs, wanted or not, as far as its
         inputs' shapes determine it; the same limit applies to padded inputs.
     :param pad: the sizes that dimensions are padded to, as in :attr:`Options.pad`.
-    :raises ModelError: if KServe has no datatype for a tensor.
     """
 
     def __init__(
@@ -246,12 +242,7 @@ class ModelCodec:
         return RequestLayout(placed, outputs, priority, timeout, tuple([spec.name for spec, _ in outputs]))
 
     def _shape(self, spec: TensorSpec, given: Any) -> tuple[int, ...]:
-        """Return the shape of an input. It is checked before the values are read, which may take far longer.
-
-        :raises RequestError: if it is not a valid shape.
-        :raises InputError: if the model or its engine does not accept it.
-        :raises TooLargeError: if it has too many byte strings, or is empty with too large other sizes.
-        """
+        """Return the shape of an input, checked before its values are read, which may take far longer."""
         shape = read_shape(spec.name, given)
         check_shape(spec, shape)
         if self.rows_max is not None and spec.axis is not None and shape[spec.axis] > self.rows_max:
@@ -296,12 +287,7 @@ def read_tensors(
     *,
     decodes: bool = True,
 ) -> dict[str, Array]:
-    """Return tensors by name. Raw ones follow one another in ``body`` from ``start`` on.
-
-    :param pause: called between pieces of work.
-    :param decodes: whether strings are decoded to text.
-    :raises InputError: if a tensor's bytes do not match its spec and shape.
-    """
+    """Return tensors by name. Raw ones follow one another in ``body`` from ``start`` on."""
     arrays = {}
     for spec, shape, nbytes, array in placed:
         if array is None:
@@ -382,10 +368,7 @@ def remember(known: dict[K, V], key: K, value: V) -> None:
 
 
 def read_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """Check and return a tensor's shape as it came over the wire.
-
-    :raises RequestError: if it is not a valid shape.
-    """
+    """Check and return a tensor's shape as it came over the wire."""
     if (
         not isinstance(shape, list)
         or len(shape) > DIMS_MAX
@@ -401,10 +384,7 @@ def read_shape(name: str, shape: Any) -> tuple[int, ...]:
 
 
 def read_scheduling(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
-    """Return a request's priority as on the wire, and its timeout in seconds.
-
-    :raises RequestError: if they are not whole numbers, or negative.
-    """
+    """Return a request's priority as on the wire, and its timeout in seconds."""
     priority = parameters.get("priority", 0)
     if type(priority) is not int or priority < 0:
         raise RequestError(f"priority must be a whole number, 0 or more, not {brief(priority)}")
@@ -415,9 +395,6 @@ def read_scheduling(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
 
 
 def refuse_shared_memory(name: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse a tensor that is in shared memory instead of the message.
-
-    :raises UnsupportedError: if its parameters place it in shared memory.
-    """
+    """Refuse a tensor that is in shared memory instead of the message."""
     if "shared_memory_region" in parameters:
         raise UnsupportedError(f"{name!r} is in shared memory, which this server does not support")

@@ -77,10 +77,7 @@ def size_of(shape: Sequence[int]) -> int:
 
 
 def datatype_of(spec: TensorSpec) -> str:
-    """Return KServe's datatype for a tensor.
-
-    :raises ModelError: if KServe has no datatype for its dtype.
-    """
+    """Return KServe's datatype for a tensor."""
     dtype = spec.dtype
     if spec.kind != "tensor":
         raise ModelError(
@@ -135,10 +132,6 @@ def read_tensor(
     rows are copied once, into their batch's slab.
 
     The caller has checked ``nbytes`` against the shape (see :func:`check_nbytes`).
-
-    :param pause: called between pieces of work.
-    :param decodes: as for :func:`strings`.
-    :raises InputError: if the bytes are not a valid tensor of this spec.
     """
     if spec.dtype.kind in TEXT:
         raw = memoryview(body)[start : start + nbytes]
@@ -152,11 +145,7 @@ def read_tensor(
 def read_bytes(
     spec: TensorSpec, raw: memoryview, count: int, pause: Pause = no_pause, *, decodes: bool = True
 ) -> Array:
-    """Read the ``count`` elements of a BYTES tensor, calling ``pause`` at intervals.
-
-    :raises InputError: if lengths and bytes disagree, or an element does not fit the spec (see
-        :func:`strings`).
-    """
+    """Read the ``count`` elements of a BYTES tensor, calling ``pause`` at intervals."""
     elements: list[bytes] = []
     position, nbytes = 0, len(raw)
     length_of = LENGTH.unpack_from
@@ -179,10 +168,7 @@ def read_bytes(
 
 
 def check_nbytes(spec: TensorSpec, shape: Sequence[int], nbytes: int) -> None:
-    """Check the size of a raw tensor against its shape.
-
-    :raises InputError: if they disagree.
-    """
+    """Check the size of a raw tensor against its shape."""
     if spec.dtype.kind in TEXT:
         if nbytes < LENGTH_NBYTES * size_of(shape):
             raise InputError(f"tensor {spec.name!r} has {nbytes} bytes, too few for shape {list(shape)}")
@@ -194,10 +180,7 @@ def check_nbytes(spec: TensorSpec, shape: Sequence[int], nbytes: int) -> None:
 
 
 def write_tensor(array: Array, pause: Pause = no_pause) -> Buffer:
-    """Return the wire form of a tensor: its bytes in C order, or :func:`write_bytes`.
-
-    :raises ExecutionError: for objects that are not strings.
-    """
+    """Return the wire form of a tensor: its bytes in C order, or :func:`write_bytes`."""
     if array.dtype.kind in TEXT:
         return write_bytes(array, pause)
     if not array.size:
@@ -210,10 +193,7 @@ def write_tensor(array: Array, pause: Pause = no_pause) -> Buffer:
 
 
 def write_bytes(array: Array, pause: Pause = no_pause) -> bytes:
-    """Return the wire form of a BYTES tensor, calling ``pause`` at intervals. Text is encoded as UTF-8.
-
-    :raises ExecutionError: for objects that are not strings.
-    """
+    """Return the wire form of a BYTES tensor, calling ``pause`` at intervals. Text is encoded as UTF-8."""
     flat, parts, pack = array.reshape(-1), [], LENGTH.pack
     for start in range(0, flat.size, PIECE):
         elements = [_utf8(element) for element in flat[start : start + PIECE].tolist()]
@@ -231,7 +211,6 @@ def strings(
     refused.
 
     :param decodes: whether to decode elements of ``object`` to text; if not, they stay bytes.
-    :raises InputError: for an element that is not UTF-8, is too long or ends in a NUL.
     """
     is_text = spec.dtype.kind == "O"
     array = np.empty(len(elements), spec.dtype)
@@ -252,7 +231,6 @@ def _decoded(spec: TensorSpec, elements: list[bytes], first: int) -> list[str]:
     """Decode elements to text.
 
     :param first: the index of the first element, for the message.
-    :raises InputError: for an element that is not UTF-8.
     """
     found: list[str] = []
     try:
@@ -286,11 +264,7 @@ def _unfit(spec: TensorSpec, elements: list[bytes], first: int) -> InputError:
 
 
 def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...], pause: Pause = no_pause) -> Array:
-    """Read a tensor given as JSON, nested or flat, as an array of ``shape``.
-
-    :param pause: called between pieces of work.
-    :raises InputError: if its values or their number do not fit.
-    """
+    """Read a tensor given as JSON, nested or flat, as an array of ``shape``."""
     if not isinstance(data, list):
         if shape:
             raise InputError(f"input {spec.name!r}: data must be a list, not {type(data).__name__}")
@@ -379,11 +353,7 @@ def to_json(array: Array, *, is_nested: bool = False, fix: str = BINARY_FIX) -> 
 
 
 def refuse_infinities(arrays: Iterable[Array], *, fix: str = BINARY_FIX) -> None:
-    """Check that JSON can hold the numbers of tensors.
-
-    :param fix: as for :func:`to_json`.
-    :raises RequestError: if there are infinities among them.
-    """
+    """Check that JSON can hold the numbers of tensors."""
     for array in arrays:
         wide = array.astype(np.float32) if array.dtype.kind == "V" else array
         if wide.dtype.kind == "f" and np.isinf(wide).any():
@@ -398,10 +368,7 @@ def brief(value: object) -> str:
 
 
 def _flat(spec: TensorSpec, data: list[Any], pause: Pause) -> tuple[list[Any], set[type]]:
-    """Flatten nested lists, in order; return the values and their types.
-
-    :raises InputError: if the lists are nested too deep or are ragged.
-    """
+    """Flatten nested lists, in order; return the values and their types."""
     values = data
     for _ in range(DIMS_MAX):
         kinds: set[type] = set()
@@ -436,10 +403,7 @@ def _encoded(spec: TensorSpec, item: Any) -> bytes:
 
 
 def _utf8(item: Any) -> bytes:
-    """Return a string of an output as bytes.
-
-    :raises ExecutionError: if the item is not a string.
-    """
+    """Return a string of an output as bytes."""
     if isinstance(item, bytes):
         return item
     try:

@@ -13,6 +13,7 @@ from asynctrt.kserve.codec import (
     IN_HEAD,
     JSON_NBYTES_MAX,
     LAYOUT_NBYTES_MAX,
+    STRINGS_MAX,
     DecodedRequest,
     ModelCodec,
     PlacedTensor,
@@ -60,7 +61,7 @@ except ImportError as error:
     ) from error
 
 JSON_LISTS_MAX: Final = 16_384
-JSON_VALUES_MAX: Final = 262_144
+JSON_VALUES_MAX: Final = STRINGS_MAX
 """Limits for the JSON of one request: lists, objects and names in objects; and values. A list or a name costs
 as much time as ten numbers, and the garbage collector visits each list: 4 MiB of empty ones took 0.7 s."""
 
@@ -101,11 +102,7 @@ class JsonCodec(ModelCodec):
         return is_slow_json(head_nbytes) or len(body) - head_nbytes > self._slow_nbytes
 
     def decode(self, body: Buffer, head_nbytes: int, pause: Pause = no_pause) -> DecodedRequest:
-        """Decode a request: ``head_nbytes`` of JSON, then raw tensors. ``pause`` is called at intervals.
-
-        :raises RequestError: if it breaks the protocol; the message names the field.
-        :raises InputError: if the model does not accept one of its tensors.
-        """
+        """Decode a request: ``head_nbytes`` of JSON, then raw tensors. ``pause`` is called at intervals."""
         if head_nbytes > len(body):
             raise RequestError(
                 f"the JSON header should be {head_nbytes} bytes long, but the message has {len(body)}"
@@ -134,7 +131,6 @@ class JsonCodec(ModelCodec):
 
         :param start: where its raw tensors begin in ``body``.
         :param head: the head's bytes, to remember them if it has no values; empty not to.
-        :raises AsynctrtError: as :meth:`decode` does.
         """
         request_id = content.pop("id", "")
         if not isinstance(request_id, str):
@@ -179,10 +175,7 @@ class JsonCodec(ModelCodec):
         return DecodedRequest(layout, request_id, read_inputs(layout, body, start), len(body))
 
     def decode_raw(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
-        """Decode a body that consists of one row of the model's only input.
-
-        :raises RequestError: if the model has other inputs, or the bytes do not determine the shape.
-        """
+        """Decode a body that consists of one row of the model's only input."""
         if len(self._inputs) != 1:
             raise RequestError(
                 f"a raw body holds one input, but {self.name!r} has {len(self._inputs)}: send a JSON header"
@@ -204,10 +197,7 @@ class JsonCodec(ModelCodec):
         return DecodedRequest(layout, "", read_inputs(layout, body, 0, pause), len(body))
 
     def decode_plain(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
-        """Decode a request in plain JSON: see :mod:`asynctrt.kserve.plain_json`. It wants all outputs.
-
-        :raises AsynctrtError: as :meth:`decode` does.
-        """
+        """Decode a request in plain JSON: see :mod:`asynctrt.kserve.plain_json`. It wants all outputs."""
         content = parse_object(body, "the request", self.json_max)
         form = read_form(content)
         values = read_values(form, content[form], list(self._inputs))
@@ -246,11 +236,7 @@ class JsonCodec(ModelCodec):
     def encode(
         self, request: DecodedRequest, result: InferResult, pause: Pause = no_pause
     ) -> tuple[bytes, list[Buffer]]:
-        """Encode an answer as its JSON head and the raw tensors that follow it.
-
-        :param pause: called between pieces of work: see :meth:`is_slow_answer`.
-        :raises RequestError: if JSON cannot hold an output wanted as JSON.
-        """
+        """Encode an answer as its JSON head and the raw tensors that follow it."""
         layout = request.layout
         if layout.plain:
             return self._plain_answer(layout, [result[spec.name] for spec, _ in layout.outputs]), []
@@ -443,11 +429,7 @@ def parsed_nbytes(nbytes: int) -> int:
 
 
 def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> dict[str, Any]:
-    """Parse a JSON object. Messages call it ``what``.
-
-    :raises TooLargeError: if it has more than ``nbytes_max`` bytes, or too many values.
-    :raises RequestError: if it is not a JSON object.
-    """
+    """Parse a JSON object. Messages call it ``what``."""
     if len(raw) > nbytes_max:
         raise TooLargeError(
             f"{what} has {len(raw)} bytes of JSON; at most {nbytes_max} are accepted: send tensors as binary "
@@ -493,10 +475,7 @@ def dump(content: object) -> bytes:
 
 
 def _dump_values(content: object, arrays: Iterable[Array]) -> bytes:
-    """Return an answer with the values of ``arrays`` as JSON.
-
-    :raises RequestError: if JSON cannot hold them.
-    """
+    """Return an answer with the values of ``arrays`` as JSON."""
     raw = dump(content)
     if b"null" in raw:  # NaN, or an infinity.
         refuse_infinities(arrays)
@@ -504,10 +483,7 @@ def _dump_values(content: object, arrays: Iterable[Array]) -> bytes:
 
 
 def mapping(content: dict[str, Any], name: str, where: str) -> dict[str, Any]:
-    """Return the object under ``name``, or an empty one if there is none.
-
-    :raises RequestError: if something else is there.
-    """
+    """Return the object under ``name``, or an empty one if there is none."""
     value = content.get(name)
     if value is None:
         return {}

@@ -25,11 +25,7 @@ ROWS_EXAMPLE: Final = '{"instances": [row, ...]}'
 
 
 def read_form(content: Mapping[str, Any]) -> str:
-    """Return the form of a request: ``instances`` or ``inputs``.
-
-    :raises RequestError: if it has both or neither.
-    :raises UnsupportedError: if it names a signature that the model does not have.
-    """
+    """Return the form of a request: ``instances`` or ``inputs``."""
     signature = content.get("signature_name")
     if signature not in (None, "", SIGNATURE):
         raise UnsupportedError(
@@ -47,12 +43,7 @@ def read_form(content: Mapping[str, Any]) -> str:
 
 
 def read_values(form: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the value of each input in a request by name; for ``instances``, a list with a value a row.
-
-    :param given: what the request has under ``form``.
-    :param names: the names of the model's inputs.
-    :raises RequestError: if it has another structure; unknown names are not checked.
-    """
+    """Return the value of each input in a request by name; for ``instances``, a list with a value a row."""
     if form == WHOLE:
         return _whole(given, names)
     if not isinstance(given, list) or not given:
@@ -92,11 +83,7 @@ def _naming(what: str, given: Any, names: Sequence[str]) -> str:
 
 
 def nested_shape(name: str, data: Any) -> list[int]:
-    """Return the shape of nested lists, as their first elements have it; ``[]`` for a single value.
-
-    :param name: the input's name, for the message.
-    :raises InputError: if they are nested too deep.
-    """
+    """Return the shape of nested lists, as their first elements have it; ``[]`` for a single value."""
     shape: list[int] = []
     while isinstance(data, list):
         if len(shape) == DIMS_MAX:
@@ -107,11 +94,7 @@ def nested_shape(name: str, data: Any) -> list[int]:
 
 
 def check_rows(rows: int, specs: Sequence[TensorSpec]) -> None:
-    """Check that a request in rows can say what it means.
-
-    :param specs: the model's inputs and outputs.
-    :raises RequestError: for several rows, if one of the tensors has no rows.
-    """
+    """Check that a request in rows can say what it means."""
     whole = [spec.name for spec in specs if spec.axis is None]
     if rows > 1 and whole:
         raise RequestError(
@@ -125,7 +108,6 @@ def plain_values(answer: str, specs: Sequence[TensorSpec], arrays: Sequence[Arra
 
     :param answer: ``predictions``, which has a value for each row, or ``outputs``.
     :param rows: the rows of the request.
-    :raises RequestError: if JSON cannot hold a value, or an output has another number of rows.
     """
     if answer != ANSWERS[ROWS]:
         whole = {spec.name: to_json(array, is_nested=True) for spec, array in zip(specs, arrays, strict=True)}

@@ -117,10 +117,7 @@ def message_classes() -> Mapping[str, Any]:
 
 
 def parse(kind: Any, body: bytes) -> Any:
-    """Parse a message of class ``kind``.
-
-    :raises RequestError: if the bytes are not such a message.
-    """
+    """Parse a message of class ``kind``."""
     try:
         return kind.FromString(body)
     except DecodeError as error:
@@ -163,10 +160,7 @@ def _stated_config() -> Any:
 
 
 def parse_model_config(text: str) -> Any:
-    """Parse a ``config.pbtxt``, protobuf's text form of a ``ModelConfig``.
-
-    :raises ModelError: if the text is invalid; the message has line and column.
-    """
+    """Parse a ``config.pbtxt``, protobuf's text form of a ``ModelConfig``."""
     try:
         return text_format.Parse(text, _stated_config()())
     except text_format.ParseError as error:
@@ -259,13 +253,7 @@ class ProtobufCodec(ModelCodec):
     def decode(
         self, request: Any, raw: Sequence[memoryview] | None = None, pause: Pause = no_pause
     ) -> DecodedRequest:
-        """Decode a ``ModelInferRequest``. Its id and its raw tensors are removed from it.
-
-        :param raw: its raw tensors if they are no longer in it: see :func:`split_request`.
-        :param pause: called between pieces of work.
-        :raises RequestError: if it breaks the protocol; the message names the field.
-        :raises InputError: if the model does not accept one of its tensors.
-        """
+        """Decode a ``ModelInferRequest``. Its id and its raw tensors are removed from it."""
         request_id = request.id
         contents: Sequence[Buffer] = list(request.raw_input_contents) if raw is None else raw
         if not contents:

@@ -17,6 +17,7 @@ from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.pipeline import PLATFORM
 from asynctrt.serving.fairness import NO_DEADLINE_NS, ConnectionShare, Gate, Ticket
 from asynctrt.serving.memory import ClientAccount, Hold
+from asynctrt.serving.places import SHARE
 from asynctrt.tensors import Array, InferResult
 
 T = TypeVar("T", bound=ModelCodec)
@@ -37,10 +38,7 @@ DRAIN_NS: Final = 100_000_000
 
 
 class Caller:
-    """One connection that requests come from.
-
-    :param address: the client's address, as :func:`address_of` returns it.
-    """
+    """One connection that requests come from."""
 
     __slots__ = (
         "__weakref__",
@@ -116,11 +114,7 @@ class Served(Protocol):
 
 
 class Inference(Ticket):
-    """One inference in progress: decoded, at the gate or in the engine, until its answer is sent.
-
-    :param served: the model that it is for.
-    :param on_end: called when it has ended.
-    """
+    """One inference in progress: decoded, at the gate or in the engine, until its answer is sent."""
 
     __slots__ = (
         "_admitted",
@@ -279,19 +273,16 @@ class Admission:
     def _pipeline_gate(self) -> Gate:
         """Return a gate for a pipeline: a quarter of its capacity is kept for other clients."""
         rows = self._engine.max_rows
-        full_rows = max(1, rows * 3 // 4)
+        full_rows = max(1, rows * (SHARE - 1) // SHARE)
         return Gate(
-            batch_rows=max(1, rows // 4),
+            batch_rows=max(1, rows // SHARE),
             busy_rows=max(1, rows // 2),
             full_rows=full_rows,
             waiting_rows_max=rows - full_rows,
         )
 
     def submit(self, inference: Inference) -> None:
-        """Submit a request to the engine, or let it wait at the gate.
-
-        :raises AsynctrtError: as :meth:`Engine.submit` does, and if the client has too much waiting.
-        """
+        """Submit a request to the engine, or let it wait at the gate."""
         gate = self.gate
         if self._closed:
             raise EngineClosedError(self._closed)
@@ -513,9 +504,14 @@ class Admission:
             error.predicted_s = self._drain_s
 
 
+def error_of(future: "asyncio.Future[Any]") -> BaseException | None:
+    """Return why a future that is done has no result; ``None`` if it has one."""
+    return asyncio.CancelledError() if future.cancelled() else future.exception()
+
+
 def has_result(future: "asyncio.Future[InferResult]") -> bool:
     """Return whether the future is done, was not cancelled and did not fail."""
-    return future.done() and not future.cancelled() and future.exception() is None
+    return future.done() and error_of(future) is None
 
 
 def counted(future: "asyncio.Future[InferResult]") -> int:

@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +44,7 @@ from asynctrt.serving.coding import (
 )
 from asynctrt.serving.memory import SMALL_NBYTES, ClientAccount, Hold, MemoryLimit, default_limit
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.responses import ID_HEADER, RequestIds, retry_after, told
+from asynctrt.serving.responses import ID_HEADER, OUR_ERROR, RequestIds, retry_after, told
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.turns import Turns
@@ -183,7 +183,7 @@ class Api:
     """Changes whenever a token may have been revoked."""
     _tokens: frozenset[bytes] = frozenset()
     """The tokens, digested with a key of this process: looking one up reveals nothing about the others."""
-    _token_key: bytes = field(default_factory=partial(secrets.token_bytes, 32))
+    _token_key: bytes = field(default_factory=secrets.token_bytes)
     _client_header: bytes = b""
     _is_by_token: bool = False
 
@@ -309,7 +309,6 @@ class Api:
     ) -> Inference:
         """Submit a decoded request to its engine and count its outcome. The caller may cancel it.
 
-        :param caller: the connection that the request came from.
         :raises QueueFullError: if the server is already answering ``max_requests`` requests, or has no memory
             for this one.
         """
@@ -336,8 +335,6 @@ class Api:
 
         A request whose body waited for memory is admitted with an answer of up to the body's size, so that
         the upload was not in vain.
-
-        :raises QueueFullError: if there is no memory for it.
         """
         account = self.account(caller)
         if not self.memory.has_room(account, nbytes - 2 * caller.received_nbytes):
@@ -357,10 +354,7 @@ class Api:
     async def infer(
         self, route: ModelRoute, headers: Headers, body: Body, caller: Caller, hold: Hold | None
     ) -> Answer:
-        """Answer an inference, with threads where decoding, encoding or compressing it takes long.
-
-        :raises AsynctrtError: if it is refused or fails.
-        """
+        """Answer an inference, with threads where decoding, encoding or compressing it takes long."""
         if self.is_slow(route, headers, body):
             beginning = self.begin_slow(route, headers, body, caller, hold)
             del body
@@ -377,10 +371,7 @@ class Api:
         return await self.compressed(headers, answer, inference.client)
 
     async def infer_answer(self, inference: Inference) -> Answer:
-        """Return the answer to a completed inference, encoding it in a thread if that is slow.
-
-        :raises AsynctrtError: if the inference failed.
-        """
+        """Return the answer to a completed inference, encoding it in a thread if that is slow."""
         codec, result = inference.served.codec, inference.future.result()
         if codec.is_slow_answer(inference.request.layout, result):
             encoding = partial(codec.encode, inference.request, result, pause)
@@ -421,10 +412,7 @@ class Api:
             return error_answer(error, headers)
 
     def authorize(self, path: bytes, headers: Headers) -> None:
-        """Check a request's bearer token, its ``Host``, and the origin of the page that sent it.
-
-        :raises UnauthorizedError: if a required token is missing or wrong, or the host or origin is refused.
-        """
+        """Check a request's bearer token, its ``Host``, and the origin of the page that sent it."""
         if path.startswith(HEALTH):
             return
         if self.checks_hosts:
@@ -497,10 +485,7 @@ class Api:
         return bool(origin and allowed) and ("*" in allowed or origin.decode("latin-1") in allowed)
 
     def check_sender(self, headers: Headers) -> None:
-        """Refuse to change the served models for a page of another site, even if it sends no ``Origin``.
-
-        :raises UnauthorizedError: if the browser says that the request comes from such a page.
-        """
+        """Refuse to change the served models for a page of another site, even if it sends no ``Origin``."""
         if self._tokens or b"origin" in headers:
             return  # :meth:`authorize` has checked it.
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
@@ -556,11 +541,13 @@ class Api:
                 return json_answer({"model_stats": await self.all_statistics()})
             case "/v2/repository/index":
                 _allow(method, "POST")
-                return json_answer(self.index(body))
+                return json_answer(self.index(self._parsed(body).get("ready", False)))
         if path.startswith(REPOSITORY):
             _allow(method, "POST")
             self.check_sender(headers)
-            return await self._control(text, body)
+            name, _, verb = text[len(REPOSITORY) :].rpartition("/")
+            await self.control(unquote(name), verb, mapping(self._parsed(body), "parameters", "the request"))
+            return Answer(200, (), ())
         if text.startswith(("/v2/systemsharedmemory", "/v2/cudasharedmemory", "/v2/trace", "/v2/logging")):
             raise UnsupportedError(f"this server does not implement {text:.200}")
         raise UnknownModelError(
@@ -588,7 +575,7 @@ class Api:
                 self.repository.find_ready(route.name, route.version)
             except AsynctrtError as error:
                 # Clients read 400 as "not ready", and any other status as a broken server.
-                return Answer(400, (("Content-Type", "application/json"),), (dump({"error": str(error)}),))
+                return json_answer({"error": str(error)}, 400)
             return json_answer({"name": route.name, "ready": True})
         if route.verb == "status":
             return self._status(route)
@@ -653,34 +640,24 @@ class Api:
             self.repository.find(name)
         return [served.statistics() for served in self.repository if not name or served.name == name]
 
-    def index(self, body: Body) -> list[dict[str, str]]:
-        """List the repository's models; with ``{"ready": true}``, only the ready ones."""
-        content = parse_object(body, "the request", self.settings.max_json) if body else {}
-        ready = content.get("ready", False)
+    def index(self, ready: object) -> list[dict[str, str]]:
+        """List the repository's models; only the ready ones if ``ready`` is true."""
         if not isinstance(ready, bool):
             raise RequestError(f"ready must be true or false, not {brief(ready)}")
         return [item for item in self.repository.index() if not ready or item["state"] == "READY"]
 
-    async def _control(self, text: str, body: Body) -> Answer:
-        name, _, verb = text[len(REPOSITORY) :].rpartition("/")
-        parameters = (
-            mapping(parse_object(body, "the request", self.settings.max_json), "parameters", "the request")
-            if body
-            else {}
-        )
+    def _parsed(self, body: Body) -> dict[str, Any]:
+        """Parse the body of a request to the repository, which may be empty."""
+        return parse_object(body, "the request", self.settings.max_json) if body else {}
+
+    async def control(self, name: str, verb: str, parameters: Iterable[str]) -> None:
+        """Load or unload a model."""
         given = [parameter for parameter in parameters if parameter != "unload_dependents"]
         if given:
             raise UnsupportedError(
-                f"unsupported load parameter {given[0]!r:.40}: models are loaded as the server is configured"
+                f"unsupported load parameter {min(given)!r:.40}: models are loaded as the server is "
+                "configured"
             )
-        await self.control(unquote(name), verb)
-        return Answer(200, (), ())
-
-    async def control(self, name: str, verb: str) -> None:
-        """Load or unload a model.
-
-        :raises CallerError: if the server does not allow clients to do so.
-        """
         if verb not in ("load", "unload"):
             raise UnknownModelError(f"unknown action {verb!r:.40}; models have load and unload")
         if not self.settings.model_control:
@@ -702,7 +679,6 @@ class Api:
 
         :param hold: is set to the memory of the result.
         :param nbytes_max: the largest size of the result. Default: ``max_body``.
-        :raises QueueFullError: if there is no memory for it.
         """
         if coding not in (b"gzip", b"deflate"):
             raise _CodingError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
@@ -743,18 +719,19 @@ def pages_alone(pages: Mapping[str, Page], settings: ServerSettings) -> Api:
 
 def _json_nbytes_of(route: ModelRoute, headers: Headers, body: Body) -> int:
     """Return the size of a body's JSON part in bytes."""
-    length = headers.get(b"inference-header-content-length", b"")
-    is_stated = route.verb != "predict" and length.isdigit() and len(length) < 19
-    return int(length) if is_stated else len(body)
+    length = _stated_nbytes(headers.get(b"inference-header-content-length", b""))
+    return len(body) if length is None or route.verb == "predict" else length
+
+
+def _stated_nbytes(length: bytes) -> int | None:
+    """Return the value of a header that counts bytes; ``None`` if it does not, or takes over 64 bits."""
+    return int(length) if length.isdigit() and len(length) < 19 else None
 
 
 def _decoded(
     served: ServedModel, route: ModelRoute, headers: Headers, body: Body, between: Pause
 ) -> DecodedRequest:
-    """Decode an inference request as its route and headers say.
-
-    :param between: called between pieces of work.
-    """
+    """Decode an inference request as its route and headers say."""
     length = headers.get(b"inference-header-content-length")
     if route.verb == "predict":
         if length is not None:
@@ -773,8 +750,8 @@ def _decoded(
             raise
     if length == b"0":
         return served.codec.decode_raw(body, between)
-    if length.isdigit() and len(length) < 19:
-        return served.codec.decode(body, int(length), between)
+    if (head_nbytes := _stated_nbytes(length)) is not None:
+        return served.codec.decode(body, head_nbytes, between)
     raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, not {length!r:.40}")
 
 
@@ -789,21 +766,18 @@ def encoded_answer(head: bytes, tensors: Sequence[Buffer], inference: Inference)
     return Answer(200, headers, (head, *tensors), inference)
 
 
-def json_answer(content: object, status: int = 200) -> Answer:
+def json_answer(content: object, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
     """Return an answer with a JSON body."""
-    return Answer(status, (("Content-Type", "application/json"),), (dump(content),))
+    return Answer(status, (("Content-Type", "application/json"), *headers), (dump(content),))
 
 
 def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
-    """Return the answer to a failed request: KServe's ``{"error": ...}`` with the error's status.
-
-    :param asked: the request's headers, which hold its id.
-    """
+    """Return the answer to a failed request: KServe's ``{"error": ...}`` with the error's status."""
     if not isinstance(error, AsynctrtError):
         known = (asked or {}).get(ID_HEADER, b"").decode("latin-1")
         extra = {"request_id": known} if known else None
         logger.error("a request failed with an internal error", exc_info=error, extra=extra)
-        return json_answer({"error": "internal error; see the server's log"}, 500)
+        return json_answer({"error": OUR_ERROR}, 500)
     status = error.http_status
     headers: tuple[tuple[str, str], ...] = (("Asynctrt-Error", type(error).__name__),)
     if isinstance(error, _MethodError):
@@ -818,7 +792,7 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
         headers += (("WWW-Authenticate", "Bearer"),)
     else:
         headers += retry_after(error)
-    return Answer(status, (("Content-Type", "application/json"), *headers), (dump({"error": str(error)}),))
+    return json_answer({"error": str(error)}, status, headers)
 
 
 class _MethodError(RequestError):

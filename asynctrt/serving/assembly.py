@@ -13,8 +13,6 @@ class Assembly:
     A ``bytearray`` is moved as it grows. This memory is mapped once, so pages that are never written take
     only address space, and it returns to the system when nothing refers to it any more, including tensors of
     the message.
-
-    :param nbytes: the announced size; no more is accepted.
     """
 
     def __init__(self, nbytes: int) -> None:

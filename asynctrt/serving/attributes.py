@@ -29,11 +29,7 @@ DTYPES: Final[Mapping[Any, Any]] = {bool: bool, float: np.float64, int: np.int64
 
 
 async def open_attribute(where: str, device: str, settings: Mapping[str, Any]) -> Engine:
-    """Return an engine for ``module:attribute``. Anything else opened for it is closed after it.
-
-    :raises ModelError: if the attribute cannot be served, or raises.
-    :raises OptionsError: for ``settings`` if the attribute makes its engine itself.
-    """
+    """Return an engine for ``module:attribute``. Anything else opened for it is closed after it."""
     thing = await in_thread(partial(make, where))
     async with AsyncExitStack() as stack:
         try:
@@ -80,10 +76,7 @@ def _close_after(engine: Engine, stack: AsyncExitStack) -> None:
 
 
 async def _pipeline_of(batched: "asynctrt.Batched[..., Any]", stack: AsyncExitStack) -> Engine:
-    """Return a pipeline that calls a decorated function once for each row.
-
-    :raises ModelError: if its annotations do not state the type of its items.
-    """
+    """Return a pipeline that calls a decorated function once for each row."""
     hints = get_type_hints(batched.__wrapped__)
     inputs = [_spec(batched, name, hints.get(name)) for name in inspect.signature(batched).parameters]
     output = _spec(batched, "output", hints.get("return"))

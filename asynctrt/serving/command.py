@@ -72,7 +72,6 @@ class ServeConfig:
         """Return a repository of the models, which are not loaded yet.
 
         :param places: what to serve instead of the folders as they are now.
-        :raises UsageError: if two single models have the same name and version.
         """
         repository = Repository(self.settings)
         for source in self.models:
@@ -97,11 +96,7 @@ class ServeConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a TOML file of settings. Relative paths in it are taken from the file's folder.
-
-    :raises UsageError: if it cannot be read.
-    :raises OptionsError: if it is not valid TOML, or has an unknown setting.
-    """
+    """Read a TOML file of settings. Relative paths in it are taken from the file's folder."""
     content = read_toml(path, CONFIG_NBYTES_MAX, "the configuration")
     names = [*SERVER_NAMES, *ENGINE_NAMES, "device", "models"]
     check_names(content, names, f"setting in {path}", synonyms=ALL_SYNONYMS)
@@ -119,10 +114,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def configure(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServeConfig:
-    """Combine the ``given`` flags and environment variables with a configuration file, over which they win.
-
-    :raises OptionsError: if a setting is invalid, or there is no model.
-    """
+    """Combine ``given`` flags and environment variables with a configuration file, over which they win."""
     both = {**config, **given}
     server = {name: both[name] for name in SERVER_NAMES if name in both}
     engine = {name: both[name] for name in ENGINE_NAMES if name in both}
@@ -150,10 +142,7 @@ def configure(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServeConfi
 
 
 def _check_isolation(models: list[ModelSource]) -> None:
-    """Check that all models run in worker processes, which several fronts need.
-
-    :raises OptionsError: for a model that does not.
-    """
+    """Check that all models run in worker processes, which several fronts need."""
     for source in models:
         if source.settings.get("isolation", "none") == "none":
             raise OptionsError(
@@ -184,8 +173,6 @@ async def serve(
     :param loaded: called when the models are loaded and the addresses were reported.
     :param listens_last: whether to load models before listening, while other fronts answer at the port.
     :param places: what to serve instead of the folders of the configuration as they are now.
-    :raises AsynctrtError: if it cannot listen on a port or load a model.
-    :raises DeviceLostError: with ``on_device_lost="exit"``, after it stopped because a device was lost.
     """
     settings = config.settings
     set_up_logging(settings.log_format, settings.log_level)
@@ -272,8 +259,6 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
     """Check a configuration: read tokens and certificate, and load every model, without serving.
 
     It listens on free ports, not on the configured ones, so that a server may run meanwhile.
-
-    :raises AsynctrtError: for anything that would prevent serving.
     """
     settings = dataclasses.replace(
         config.settings,

@@ -13,10 +13,7 @@ from asynctrt.errors import OptionsError
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """Read tokens, one per line. Empty lines and lines that begin with ``#`` are ignored.
-
-    :raises OptionsError: if the file cannot be read or has no token, or a token is malformed.
-    """
+    """Read tokens, one per line. Empty lines and lines that begin with ``#`` are ignored."""
     try:
         text = _read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -57,8 +54,6 @@ class Certificate:
 
     Listen with :attr:`context`: each new connection uses the :attr:`pem` of that moment, and open connections
     keep theirs.
-
-    :raises OptionsError: if the files cannot be used.
     """
 
     def __init__(self, chain: Path, key: Path) -> None:
@@ -72,10 +67,7 @@ class Certificate:
         return f"<Certificate {str(self._paths[0])!r}>"
 
     def read(self) -> Pem:
-        """Read the files without using them yet: assign the result to :attr:`pem`.
-
-        :raises OptionsError: if they cannot be used.
-        """
+        """Read the files without using them yet: assign the result to :attr:`pem`."""
         chain, key = self._paths
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:

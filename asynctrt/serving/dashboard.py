@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import asynctrt
-from asynctrt.kserve.json_codec import dump
-from asynctrt.serving.api import Answer, Headers, Page
+from asynctrt.serving.api import Answer, Headers, Page, json_answer
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import SAMPLES_MAX, Sampler, key_of
 from asynctrt.serving.served import ServedModel
@@ -40,6 +39,9 @@ SAFE: Final = (
 )
 """Allow nothing from other origins, nothing inline, and no framing."""
 
+FRESH: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
+"""The headers of figures and descriptions, which change."""
+
 RECENT: Final = 10
 """Samples that a page polls for; a page that has missed more fetches all."""
 
@@ -52,8 +54,6 @@ def dashboard_pages(repository: Repository, sampler: Sampler, ask: Ask) -> dict[
 
     The page, its script and style need no token, since only the page can ask the user for one.
     ``/dashboard/data`` returns all samples, ``/dashboard/recent`` the newest; both need the token.
-
-    :param ask: returns the path and body of a request to a model.
     """
     pages = {path: static_page(*file) for path, file in FILES.items()}
     pages["/dashboard/icon.svg"] = _static(ICON, "image/svg+xml")
@@ -84,12 +84,7 @@ def _figures(repository: Repository, sampler: Sampler, ask: Ask, count: int, _: 
         "models": [_described(served, ask) for served in repository],
         **sampler.history(count),
     }
-    headers = (
-        ("Content-Type", "application/json"),
-        ("X-Content-Type-Options", "nosniff"),
-        ("Cache-Control", "no-store"),
-    )
-    return Answer(200, headers, (dump(content),))
+    return json_answer(content, headers=FRESH)
 
 
 def _described(served: ServedModel, ask: Ask) -> dict[str, Any]:

@@ -37,11 +37,7 @@ DEAD_MIN: Final = 64
 
 
 class Ticket:
-    """One request at the gate.
-
-    :param rows: its cost.
-    :param priority: a client's requests with a higher one go first.
-    """
+    """One request at the gate."""
 
     __slots__ = ("deadline_ns", "is_inside", "is_light", "is_waiting", "lane", "priority", "rows")
 

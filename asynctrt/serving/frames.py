@@ -447,9 +447,8 @@ class SocketConnection(asyncio.Protocol):
         if nbytes <= JOIN_NBYTES_MAX:
             self._send_frame(BINARY, nbytes, pieces)
         elif self._protocol.state is OPEN and not self._transport.is_closing():
-            if type(self._transport) is not PacedTransport:
-                is_paused = self._writing.since is not None
-                self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
+            is_paused = self._writing.since is not None
+            self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
             self._flush()
             self._written += nbytes
             self._transport.write(frame_head(BINARY, nbytes))

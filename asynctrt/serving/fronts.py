@@ -42,7 +42,7 @@ LOOK_S: Final = 0.5
 """Interval at which fronts say that their event loops run, and of the checks for that."""
 START_S: Final = 60.0
 """How long a front may take until its event loop first runs."""
-HURRIED_S: Final = 0.3
+HURRIED_S: Final = command.HURRIED_S / 2
 """How long fronts may take to stop when told to stop at once."""
 METRICS, STATISTICS = "metrics", "statistics"
 """The texts that fronts and their parent request from each other."""
@@ -135,10 +135,7 @@ class Texts:
 
 
 def file_of(content: bytes) -> int:
-    """Return the file descriptor of a file in memory, to be sent with a message.
-
-    :raises OSError: if the system refuses it.
-    """
+    """Return the file descriptor of a file in memory, to be sent with a message."""
     fd = os.memfd_create("asynctrt", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -221,7 +218,6 @@ class Fronts:
 
         :param more: lines to print once all fronts are ready.
         :param warnings: warnings to log at that time.
-        :raises AsynctrtError: a front's error, if it cannot serve.
         """
         with StopSignals(self._stop, self._hurry.set):
             await self._run(more, warnings)
@@ -445,11 +441,7 @@ class Fronts:
 
 
 async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, in this process or with several fronts.
-
-    :param say: called with each line of progress.
-    :raises AsynctrtError: if it cannot listen on a port or load a model.
-    """
+    """Serve until SIGTERM or SIGINT, in this process or with several fronts."""
     command.find_modules(config)
     if config.settings.fronts == 1:
         await command.serve(config, say)
@@ -494,10 +486,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
 
 
 def _reserve(stack: ExitStack, host: str, port: int, option: str) -> int:
-    """Reserve a port that fronts can share, and that no other process listens on.
-
-    :raises UsageError: if the port is not available.
-    """
+    """Reserve a port that fronts can share, and that no other process listens on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         # First without SO_REUSEPORT: with it, another server's fronts would share the port with these.

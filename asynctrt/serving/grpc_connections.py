@@ -120,8 +120,6 @@ class GrpcConnections:
 
     Beyond its own limit, gRPC refuses new connections, so one client could take them all and shut out the
     others. Here the client with the most connections loses some instead.
-
-    :param connections_max: the limit. gRPC's own has to be higher: see ``accepted_max``.
     """
 
     def __init__(self, connections_max: int) -> None:

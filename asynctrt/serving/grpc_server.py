@@ -39,7 +39,7 @@ from asynctrt.kserve.protobuf import (
     streamed,
     streamed_error,
 )
-from asynctrt.serving.admission import Caller, Inference, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of, error_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
@@ -47,9 +47,9 @@ from asynctrt.serving.gathering import Gathering
 from asynctrt.serving.grpc_connections import GrpcConnections
 from asynctrt.serving.http import SWEEP_S
 from asynctrt.serving.listener import HANDSHAKE_S, cannot_listen
-from asynctrt.serving.memory import SMALL_NBYTES, Hold
-from asynctrt.serving.places import Places
-from asynctrt.serving.responses import ID_METADATA, pushback
+from asynctrt.serving.memory import SHORT_NS, SMALL_NBYTES, Hold
+from asynctrt.serving.places import SHARE, Places
+from asynctrt.serving.responses import ID_METADATA, OUR_ERROR, STOPPING, pushback
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import pause
@@ -73,9 +73,6 @@ CROWD_S: Final = 0.25
 
 CALL_NS: Final = 100_000
 """Approximate event loop time of a call."""
-
-SLOW_NS: Final = 1_000_000_000
-"""Messages still incomplete after this time make room when memory is short."""
 
 OPEN: Final = frozenset({"ServerLive", "ServerReady"})
 """Methods that need no token."""
@@ -121,10 +118,7 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class GrpcServer:
-    """Serve an :class:`Api` over gRPC, with the address and limits in ``settings``.
-
-    :param certificate: for TLS; each new connection uses its current contents.
-    """
+    """Serve an :class:`Api` over gRPC, with the address and limits in ``settings``."""
 
     def __init__(
         self,
@@ -171,10 +165,7 @@ class GrpcServer:
         return f"<GrpcServer {state if self._server else 'down'} streams={len(self._streams)}>"
 
     async def start(self) -> int:
-        """Listen, and return the port.
-
-        :raises UsageError: if it cannot listen on the address.
-        """
+        """Listen, and return the port."""
         host, port = self._settings.host, self._settings.grpc_port
         credentials = self._credentials()
         if not self._shares_port:
@@ -225,7 +216,7 @@ class GrpcServer:
         now_ns = clock.now_ns()
         limit_ns = int(self._settings.request_timeout * 1e9)
         if self._api.memory.is_short(now_ns):
-            limit_ns = min(limit_ns, SLOW_NS)
+            limit_ns = min(limit_ns, SHORT_NS)
         for reading in self._reading:
             if now_ns - reading.since_ns > limit_ns:
                 reading.give_up()
@@ -250,7 +241,8 @@ class GrpcServer:
 
         gRPC cannot end such a call in any other way: it would have to inform the client.
         """
-        is_needed = self._api.memory.is_short(now_ns) or len(self._sending) > self._settings.max_requests // 4
+        is_much = len(self._sending) > self._settings.max_requests // SHARE
+        is_needed = is_much or self._api.memory.is_short(now_ns)
         late_ns = now_ns - int(self._settings.write_timeout * 1e9)
         peers = set()
         for key, sending in list(self._sending.items()):
@@ -364,8 +356,8 @@ class GrpcServer:
             "ModelConfig": self._model_config,
             "ModelStatistics": self._model_statistics,
             "RepositoryIndex": self._index,
-            "RepositoryModelLoad": self._load,
-            "RepositoryModelUnload": self._unload,
+            "RepositoryModelLoad": partial(self._control, "load"),
+            "RepositoryModelUnload": partial(self._control, "unload"),
         }
         methods = {name: self._unary(name, answer) for name, answer in answers.items()}
         methods |= {name: self._unsupported(name) for name in UNSUPPORTED}
@@ -411,10 +403,7 @@ class GrpcServer:
         return headers
 
     def _let_in(self, name: str, context: Any) -> tuple[Headers, Caller]:
-        """Check a client's token. Return its headers, and the caller that its calls on one connection share.
-
-        :raises UnauthorizedError: if it has no token, or a wrong one.
-        """
+        """Check a client's token. Return its headers, and the caller that calls on one connection share."""
         headers = self._named(context)
         if self._api.has_tokens:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
@@ -431,10 +420,7 @@ class GrpcServer:
         return headers, caller
 
     async def _read(self, context: Any, caller: Caller) -> tuple[Body, Hold]:
-        """Read a call's only message, in its client's turn and once there is memory for it.
-
-        :returns: the message, and the hold on its memory.
-        """
+        """Read a call's only message, in its client's turn and once there is memory for it."""
         account = self._api.account(caller)
         await self._api.turns.enter(account, CALL_NS)
         hold = Hold(account)
@@ -517,22 +503,10 @@ class GrpcServer:
         return {"model_stats": statistics}
 
     async def _index(self, request: Any) -> dict[str, Any]:
-        items = self._api.repository.index()
-        return {"models": [item for item in items if not request.ready or item["state"] == "READY"]}
+        return {"models": self._api.index(request.ready)}
 
-    async def _load(self, request: Any) -> dict[str, Any]:
-        if request.parameters:
-            raise UnsupportedError(
-                f"unsupported load parameter {min(request.parameters)!r:.40}: models are loaded as the "
-                "server is configured"
-            )
-        return await self._control(request, "load")
-
-    async def _unload(self, request: Any) -> dict[str, Any]:
-        return await self._control(request, "unload")
-
-    async def _control(self, request: Any, verb: str) -> dict[str, Any]:
-        await self._api.control(request.model_name, verb)
+    async def _control(self, verb: str, request: Any) -> dict[str, Any]:
+        await self._api.control(request.model_name, verb, request.parameters)
         return {}
 
     # ---- inference
@@ -560,10 +534,7 @@ class GrpcServer:
         return answer
 
     async def _encoded(self, inference: Inference, wrap: Callable[[bytes], bytes]) -> bytes:
-        """Encode an answer and ``wrap`` it, in a thread if that is slow.
-
-        :raises AsynctrtError: if the inference failed.
-        """
+        """Encode an answer and ``wrap`` it, in a thread if that is slow."""
         codec = inference.served.codec_of(ProtobufCodec)
         request, result = inference.request, inference.future.result()
         self._check_answer(sum([result[spec.name].nbytes for spec, _ in request.layout.outputs]))
@@ -592,7 +563,7 @@ class GrpcServer:
         except AsynctrtError as error:
             failure = _explained(error)
         if failure is None and self._is_stopping:
-            failure = _explained(_stopping())
+            failure = _explained(EngineClosedError(STOPPING))
         if failure is not None:
             await self._abort(context, failure)
 
@@ -639,10 +610,7 @@ class GrpcServer:
             raise
 
     def _check_answer(self, nbytes: int) -> None:
-        """Refuse an answer so large that others would have to wait while gRPC copies it.
-
-        :raises TooLargeError: if it is too large; before it is computed if its size is known by then.
-        """
+        """Refuse an answer so large that others would have to wait while gRPC copies it."""
         nbytes_max = self._answer_nbytes_max
         if nbytes > nbytes_max:
             raise TooLargeError(
@@ -856,8 +824,7 @@ class _Stream:
             self._server.sent(self)
 
     async def _encoded(self, inference: Inference) -> bytes:
-        future = inference.future
-        error: BaseException | None = asyncio.CancelledError() if future.cancelled() else None
+        error = error_of(inference.future)
         if error is None:
             try:
                 return await self._server._encoded(inference, streamed)
@@ -877,10 +844,7 @@ def _wrapped(wrap: Callable[[bytes], bytes], codec: ProtobufCodec, request: Any,
 
 
 def _some(body: Any) -> bytes:
-    """Check that a message was read, and return it.
-
-    :raises RequestError: if the client ended the call without one.
-    """
+    """Check that a message was read, and return it."""
     if body is grpc.aio.EOF:
         raise RequestError("the call has no message")
     assert isinstance(body, bytes)
@@ -943,11 +907,7 @@ def _explained(error: BaseException) -> _Failure:
     if isinstance(error, asyncio.CancelledError):
         return _Failure("CANCELLED", "the request was cancelled")
     logger.error("a request failed with an internal error", exc_info=error)
-    return _Failure("INTERNAL", "internal error; see the server's log")
-
-
-def _stopping() -> EngineClosedError:
-    return EngineClosedError("this server is stopping: use another one")
+    return _Failure("INTERNAL", OUR_ERROR)
 
 
 def message_nbytes(models: Iterable[ServedModel]) -> int:
@@ -957,10 +917,7 @@ def message_nbytes(models: Iterable[ServedModel]) -> int:
 
 
 async def check_address(host: str, port: int) -> None:
-    """Try to listen, since gRPC reports that it failed but not why.
-
-    :raises UsageError: if the address cannot be listened on.
-    """
+    """Try to listen, since gRPC reports that it failed but not why."""
     try:
         probe = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except OSError as error:

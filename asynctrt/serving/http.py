@@ -42,7 +42,7 @@ from asynctrt.serving.log import AccessLog
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientAccount, ClientPace, Hold
 from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
 from asynctrt.serving.places import Places
-from asynctrt.serving.responses import ID_HEADER
+from asynctrt.serving.responses import ID_HEADER, STOPPING
 
 RATE_MIN: Final = 1024
 """Bytes a second that a client has to read, over ``write_timeout``, of answers that wait for it."""
@@ -408,7 +408,7 @@ class HttpConnection(asyncio.Protocol):
         self._hub.add(self, self._caller.address)
         if self._hub.is_draining:
             self._is_refused = True
-            self._refuse(503, "the server is stopping: use another one")
+            self._refuse(503, STOPPING)
 
     def connection_lost(self, exc: Exception | None) -> None:
         # The client has disconnected, so cancel its requests.
@@ -568,20 +568,14 @@ class HttpConnection(asyncio.Protocol):
             self._is_awaited = True  # Sent now, it would seem to answer an earlier request.
 
     def _let_in(self, request: HttpRequest) -> None:
-        """Authorize a request, and keep its connection unless anyone may send the request.
-
-        :raises AsynctrtError: if it is refused.
-        """
+        """Authorize a request, and keep its connection unless anyone may send the request."""
         self._api.authorize(request.path, request.headers)
         request.is_authorized = True
         if self._is_known or not self._api.is_open(request.path):
             self.know(request.headers)
 
     def know(self, headers: Headers) -> None:
-        """Keep the connection, since the client of a request with these headers was authorized.
-
-        :raises OverloadError: if there is no room for another connection.
-        """
+        """Keep the connection, since the client of a request with these headers was authorized."""
         if self._is_known and not self._api.names_clients:
             return
         self._account = self._api.identify(self._caller, headers)
@@ -815,9 +809,8 @@ class HttpConnection(asyncio.Protocol):
         if nbytes > JOIN_NBYTES_MAX:
             # Not writelines: in Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 asyncio's never reports that a
             # client takes nothing (CVE-2024-12254), so answers would pile up.
-            if type(self._transport) is not PacedTransport:
-                is_paused = self._writing.since is not None
-                self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
+            is_paused = self._writing.since is not None
+            self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
             self._transport.write(b"".join(head))
             for piece in body:
                 self._transport.write(piece)
@@ -883,7 +876,7 @@ class HttpConnection(asyncio.Protocol):
                 self._refuse(408, why)
             elif hub.is_draining and self._current is None and tick - self._touched > hub.refused_ticks:
                 # Wait for uploads that continue, but not for a stalled one.
-                self._refuse(503, "the server is stopping: use another one")
+                self._refuse(503, STOPPING)
         elif self._current is None and tick - self._touched > self._idle_ticks:
             self._close()
 

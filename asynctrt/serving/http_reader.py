@@ -11,6 +11,7 @@ from asynctrt.errors import MissingExtraError
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientPace, Hold
 from asynctrt.serving.overhead import Overhead
+from asynctrt.serving.responses import OUR_ERROR
 
 try:
     import httptools
@@ -30,6 +31,7 @@ LONG_SLICE_NBYTES: Final = 8 << 10
 FAIR_PIECES: Final = 4
 """The most pieces of a body in such a slice."""
 NOTHING: Final = memoryview(b"")
+HEAD_END: Final = b"\r\n\r\n"
 
 PATH_NBYTES_MAX: Final = 8 << 10
 
@@ -58,8 +60,6 @@ SINGLE: Final = frozenset(
 
 DIFFERENT: Final = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
 """Headers with which a request does not simply end after ``Content-Length`` bytes."""
-
-OUR_ERROR: Final = "internal error; see the server's log"
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -116,12 +116,7 @@ class HttpRequest:
 
 
 class KnownHead:
-    """A head that was parsed and accepted, cached so that the same bytes need not be parsed again.
-
-    :param head: its bytes, up to and including its empty line.
-    :param request: the parsed request.
-    :param body_nbytes: the number of bytes that follow it.
-    """
+    """A head that was parsed and accepted, cached so that the same bytes need not be parsed again."""
 
     __slots__ = (
         "admitted",
@@ -160,7 +155,7 @@ class KnownHead:
         headers = request.headers
         if (
             request.version != "1.1"
-            or not 4 <= end <= KNOWN_HEAD_NBYTES_MAX
+            or not len(HEAD_END) <= end <= KNOWN_HEAD_NBYTES_MAX
             or len(headers) > KNOWN_HEADERS_MAX
             or body_nbytes > UNCOUNTED_NBYTES
             or not DIFFERENT.isdisjoint(headers)
@@ -168,8 +163,8 @@ class KnownHead:
             return None
         head = fed[:end]
         # It is one head if its first empty line is its end, even to a parser that accepts a lone CR or LF.
-        ends = head.count(b"\r\n")
-        if head.find(b"\r\n\r\n") != end - 4 or head.count(b"\r") != ends or head.count(b"\n") != ends:
+        is_one = head.find(HEAD_END) + len(HEAD_END) == end
+        if not is_one or not head.count(b"\r") == head.count(b"\n") == head.count(b"\r\n"):
             return None
         return cls(head, request, body_nbytes)
 
@@ -343,10 +338,7 @@ class RequestReader:
             self._known = KnownHead.of(request, fed, self._announced_nbytes)
 
     def lags(self, tick: int, ticks_max: int) -> bool:
-        """Return whether a body that memory is held for arrives too slowly to be complete in time.
-
-        :param ticks_max: the time allowed for the whole body.
-        """
+        """Return whether a body that memory is held for arrives too slowly to be complete in time."""
         request = self._request
         if request is None or request.hold is None:
             return False

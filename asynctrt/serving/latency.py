@@ -6,13 +6,10 @@ from typing import Final
 
 from asynctrt._util import clock
 
-BOUNDS_S: Final = (
-    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
-    *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
-)
-"""Upper bounds of the buckets in seconds; one more bucket has none."""
+BOUNDS_NS: Final = (*(step * 10**decade for decade in range(4, 9) for step in (10, 25, 50)), 10**10)
+"""Upper bounds of the buckets, three a decade from 0.1 ms to 10 s; one more bucket has none."""
 
-BOUNDS_NS: Final = tuple(round(bound * 1e9) for bound in BOUNDS_S)
+BOUNDS_S: Final = tuple(bound / 1e9 for bound in BOUNDS_NS)
 
 BEAT_S: Final = 0.05
 """Time between two measurements of the loop's delay, which take 0.1% of a slow core."""

@@ -132,11 +132,7 @@ class Listener:
 
 
 def cannot_listen(host: str, port: int, error: Exception, option: str) -> UsageError:
-    """Return the error for an address that a server cannot listen on.
-
-    :param error: what was raised: an :class:`OSError`, or gRPC's error.
-    :param option: the setting of the port.
-    """
+    """Return the error for an address that a server cannot listen on."""
     fix = f"Choose another {option}; 0 picks a free one"
     why, number = str(error), getattr(error, "errno", None)
     # From Python 3.13 on, asyncio sets no errno for an address that is not this machine's.

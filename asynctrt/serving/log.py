@@ -1,5 +1,6 @@
 """Write the access log: a JSON object per request, each on one line."""
 
+import asyncio
 import logging
 import sys
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any, Final
 from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.kserve.json_codec import dump
-from asynctrt.serving.admission import Inference, has_result
+from asynctrt.serving.admission import Inference, error_of, has_result
 from asynctrt.serving.api import CANCELLED_STATUS, Headers
 from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.line_writer import LineWriter
@@ -24,7 +25,6 @@ class AccessLog:
     """The access log: buffered lines that are appended to a file.
 
     :param path: the file to append to; ``-`` is standard output.
-    :raises UsageError: if it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,10 +72,10 @@ class AccessLog:
 
     def write_inference(self, protocol: str, peer: Any, inference: Inference) -> None:
         """Write a line for an ended inference that came over another protocol."""
-        future, status = inference.future, 200
-        if future.cancelled():
+        error, status = error_of(inference.future), 200
+        if isinstance(error, asyncio.CancelledError):
             status = CANCELLED_STATUS
-        elif (error := future.exception()) is not None:
+        elif error is not None:
             status = error.http_status if isinstance(error, AsynctrtError) else 500
         self._append(protocol, peer, inference.headers, status, inference.began_ns, inference, {})
 

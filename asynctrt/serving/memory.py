@@ -16,6 +16,7 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 from asynctrt._util import clock
 from asynctrt._util.cgroup import memory_nbytes
 from asynctrt.kserve.codec import FAST_NBYTES
+from asynctrt.serving.places import SHARE
 from asynctrt.serving.settings import ServerSettings
 
 UNCOUNTED_NBYTES: Final = 256 << 10
@@ -29,9 +30,10 @@ WAIT_NS: Final = 5_000_000_000
 """How long a connection that needs memory to continue reading waits for it before it is refused."""
 
 SHORT_NS: Final = 1_000_000_000
-"""After a wait of this length, clients that send or read slowly have to make room."""
+"""After a wait of this length, clients that send or read slowly have to make room. A message over gRPC is
+slow if it takes longer itself."""
 
-SHORT_AFTER_NS: Final = 5_000_000_000
+SHORT_AFTER_NS: Final = WAIT_NS
 """How long memory counts as short after a refusal."""
 
 PACE_TICKS: Final = 4
@@ -47,7 +49,7 @@ memory several times: as received, in memory shared with a worker, and as answer
 
 def default_limit(settings: ServerSettings) -> int:
     """Return the default limit on the bytes held for all clients."""
-    wanted, total = max(NBYTES_MAX, 4 * settings.max_body), memory_nbytes()
+    wanted, total = max(NBYTES_MAX, SHARE * settings.max_body), memory_nbytes()
     if total is not None:
         wanted = min(wanted, int(total * SHARE_OF_MEMORY / settings.fronts))
     return max(settings.max_body, wanted)  # The largest request must fit.
@@ -63,11 +65,7 @@ class ClientPace:
         self._nbytes = 0
 
     def is_low(self, tick: int, nbytes: int, whole_nbytes: int, ticks_max: int) -> bool:
-        """Return whether, at the recent pace, the whole would take longer than allowed.
-
-        :param nbytes: the bytes sent or received so far.
-        :param ticks_max: the time allowed for the whole.
-        """
+        """Return whether, at the recent pace, ``whole_nbytes`` would take longer than ``ticks_max``."""
         ticks = tick - self._tick
         if ticks < PACE_TICKS:
             return False
@@ -84,10 +82,7 @@ class Decided(Protocol):
 
 
 class ClientAccount:
-    """One client's account: bytes held for it, and its turn on the event loop.
-
-    :param memory: the server's memory, which it is a part of.
-    """
+    """One client's account: bytes held for it, and its turn on the event loop."""
 
     __slots__ = ("__weakref__", "memory", "nbytes", "spent_ns", "waiting")
 
@@ -235,7 +230,7 @@ class MemoryLimit:
 
     def has_room(self, account: ClientAccount, nbytes: int) -> bool:
         """Return whether a client may hold ``nbytes`` more."""
-        limit = self.nbytes_max - self.nbytes_max // 4 * (account.nbytes > 0)
+        limit = self.nbytes_max - self.nbytes_max // SHARE * (account.nbytes > 0)
         return nbytes <= 0 or self.nbytes + nbytes <= limit or not self.nbytes
 
     def refuse(self) -> str:

@@ -56,12 +56,7 @@ class ServedReading(Reading):
 
 
 class Metrics:
-    """Collect metrics of a server. Two in one process do not collide.
-
-    :param repository: the models, whose names and versions are the labels.
-    :param refused: returns counts of what was refused before it reached a model, by reason.
-    :param sampler: knows how many connections and requests there are, and how busy a model was lately.
-    """
+    """Collect metrics of a server. Two in one process do not collide."""
 
     def __init__(
         self,
@@ -234,10 +229,7 @@ async def compressed(headers: Headers, answer: Answer) -> Answer:
 
 
 def merged_answer(texts: Mapping[int, bytes]) -> Answer:
-    """Return the metrics of several fronts as one answer: each sample has its front's number as a label.
-
-    :param texts: what :meth:`Metrics.answer` returned, by the number of the front.
-    """
+    """Return the metrics of several fronts as one answer: each sample has its front's number as a label."""
     found: dict[str, list[str]] = {}
     for number, text in texts.items():
         label, samples = f'front="{number}"', found.setdefault("", [])

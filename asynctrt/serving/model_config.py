@@ -113,10 +113,7 @@ class VersionPolicy:
     named: tuple[str, ...] = ()
 
     def choose(self, versions: Sequence[str]) -> list[str]:
-        """Return the versions to serve, oldest first.
-
-        :raises ModelError: if a named version does not exist.
-        """
+        """Return the versions to serve, oldest first."""
         ordered = sorted(versions, key=int)
         if self.named:
             missing = [version for version in self.named if version not in ordered]
@@ -160,10 +157,7 @@ class ModelConfig:
         return {**self.options, "contexts": self.instances}
 
     def check(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Check the stated tensors against the model's.
-
-        :raises ModelError: for the first that differs.
-        """
+        """Check the stated tensors against the model's."""
         for side, stated, specs in (("input", self.inputs, inputs), ("output", self.outputs, outputs)):
             known = {spec.name: spec for spec in specs}
             for name, datatype, dims in stated:
@@ -193,7 +187,6 @@ def read_model_config(folder: Path, within: Path | None = None) -> ModelConfig:
     """Read the ``config.pbtxt`` in a model's folder; defaults if there is none. Blocks.
 
     :param within: the folder that no link may lead out of. Default: the model's folder.
-    :raises ModelError: if it cannot be read, or asks for something unsupported; the message has its path.
     """
     path = folder / CONFIG
     try:
@@ -211,12 +204,7 @@ def read_model_config(folder: Path, within: Path | None = None) -> ModelConfig:
 
 
 def interpret(text: str, folder: Path) -> ModelConfig:
-    """Turn the text of a ``config.pbtxt`` into settings.
-
-    :param folder: the model's folder; its name is the model's.
-    :raises ModelError: if it is not a model configuration, or asks for something unsupported.
-    :raises OptionsError: if a value is out of an option's range.
-    """
+    """Turn the text of a ``config.pbtxt`` into settings."""
     message = parse_model_config(text)
     ignored: list[str] = []
     for path, value in _stated(message):

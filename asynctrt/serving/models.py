@@ -21,10 +21,7 @@ FILES_MAX: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """One model to serve: its name, version and path, and options for its engine.
-
-    :raises OptionsError: if an option is unknown or invalid.
-    """
+    """One model to serve: its name, version and path, and options for its engine."""
 
     name: str
     version: str
@@ -39,10 +36,7 @@ class ModelSource:
 
     @classmethod
     def parse(cls, text: str, settings: Mapping[str, Any]) -> "ModelSource":
-        """Parse ``PATH``, ``NAME=PATH`` or ``NAME:VERSION=PATH``.
-
-        :raises OptionsError: if the text is none of these.
-        """
+        """Parse ``PATH``, ``NAME=PATH`` or ``NAME:VERSION=PATH``."""
         named, equals, path = text.partition("=")
         if not equals and text and is_folder(text):
             return cls("", "", text, settings)
@@ -60,8 +54,6 @@ class ModelSource:
         """Read a ``[[models]]`` table of a configuration.
 
         It has a ``path``, and may have a ``name``, a ``version``, a ``device`` and engine options.
-
-        :raises OptionsError: if a key or value is invalid.
         """
         own = dict(table)
         path = own.pop("path", None)
@@ -130,8 +122,6 @@ def files_mark(path: Path) -> tuple[tuple[str, int, int, int], ...]:
 
     Files that go away meanwhile are left out; so is all of a path that does not exist. A folder that several
     links lead to counts once.
-
-    :raises ModelError: for more than :data:`FILES_MAX` files and folders.
     """
     found: list[tuple[str, int, int, int]] = []
     folders: set[tuple[int, int]] = set()

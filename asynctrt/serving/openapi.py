@@ -10,10 +10,9 @@ import numpy as np
 
 import asynctrt
 from asynctrt.kserve.datatypes import datatype_of
-from asynctrt.kserve.json_codec import dump
 from asynctrt.kserve.plain_json import ROWS, WHOLE
-from asynctrt.serving.api import Answer, Api, Headers, Page
-from asynctrt.serving.dashboard import static_page
+from asynctrt.serving.api import Answer, Api, Headers, Page, json_answer
+from asynctrt.serving.dashboard import FRESH, static_page
 from asynctrt.serving.served import ServedModel
 from asynctrt.tensors import TensorSpec
 
@@ -35,12 +34,7 @@ def docs_pages(api: Api) -> dict[str, Page]:
     pages = {path: static_page(*file) for path, file in FILES.items()}
 
     def respond(_: Headers) -> Answer:
-        headers = (
-            ("Content-Type", JSON),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Cache-Control", "no-store"),
-        )
-        return Answer(200, headers, (dump(document(api)),))
+        return json_answer(document(api), headers=FRESH)
 
     return pages | {"/openapi.json": Page(respond)}
 

@@ -15,10 +15,7 @@ SLICE_NBYTES: Final = 128 << 10
 
 class PacedTransport(asyncio.Protocol):
     """A layer between a transport and a protocol, which acts as the transport of the one and the protocol of
-    the other.
-
-    :param make: makes the protocol, once there is a connection.
-    """
+    the other."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -35,10 +32,9 @@ class PacedTransport(asyncio.Protocol):
 
     @classmethod
     def between(cls, transport: Any, protocol: Any, *, is_paused: bool) -> "PacedTransport":
-        """Insert a layer between a transport and a protocol that are already connected, and return it.
-
-        :param is_paused: whether the transport has paused the protocol's writing.
-        """
+        """Insert a layer between a transport and its protocol, unless it is one already, and return it."""
+        if isinstance(transport, cls):
+            return transport
         paced = cls(lambda: protocol)
         paced._transport, paced._protocol, paced._is_paused = transport, protocol, is_paused
         transport.set_protocol(paced)

@@ -6,14 +6,11 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 SHARE: Final = 4
-"""One place in this many is kept for clients that have none yet, as with memory."""
+"""One part in this many is kept for clients that have none yet: of places, memory and pipelines."""
 
 
 class Places(Generic[T]):
-    """Places that holders take and give back.
-
-    :param places_max: the number of places.
-    """
+    """Places that holders take and give back."""
 
     def __init__(self, places_max: int) -> None:
         self.places_max = places_max

@@ -8,6 +8,10 @@ from typing import Final
 
 from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, QueueFullError, copy_for
 
+OUR_ERROR: Final = "internal error; see the server's log"
+STOPPING: Final = "the server is stopping: use another one"
+"""The messages for an error of ours, and for a request that comes too late."""
+
 # ---- ids: the client's X-Request-ID if it is safe to log, otherwise one that the server makes
 
 ID_HEADER: Final = b"x-request-id"

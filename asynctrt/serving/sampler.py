@@ -53,7 +53,7 @@ measure; the seven between are momentary. ``batches`` counts batches by rows, wi
 :func:`batch_bounds`.
 """
 
-_NOTHING: Final = (None,) * 11
+_NOTHING: Final = (None,) * MODEL_FIELDS.index("queued_requests")
 
 PAGE_NBYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -71,13 +71,7 @@ class _Reading(NamedTuple):
 
 
 class Sampler:
-    """The last samples of a server, taken in its event loop.
-
-    :param repository: the models to sample.
-    :param connections: returns the number of open connections.
-    :param in_flight: returns the number of requests being answered.
-    :param lag_ns: returns the event loop's longest delay since the last call.
-    """
+    """The last samples of a server, taken in its event loop."""
 
     def __init__(
         self,
@@ -99,7 +93,7 @@ class Sampler:
         self._number = 0
         self._at_ns = now_ns()
         self._cpu_at_ns = cpu_ns()
-        self.started_ms = clock.wall_ns(self._at_ns) // 1_000_000
+        self.started_ms = clock.wall_ms(self._at_ns)
         """When the sampler was made, in ms since 1970, so that a client can detect a restart."""
         # The first sample starts from the current counters.
         self._readings: dict[str, _Reading] = {}
@@ -134,7 +128,7 @@ class Sampler:
         self._samples.append(
             {
                 "number": self._number,
-                "at_ms": clock.wall_ns(now_ns) // 1_000_000,
+                "at_ms": clock.wall_ms(now_ns),
                 "server": [
                     self.connections(),
                     self.in_flight(),

@@ -11,7 +11,7 @@ from asynctrt.errors import AsynctrtError, OverloadError, RequestError
 from asynctrt.kserve.codec import DecodedRequest, ModelCodec
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import JsonCodec
-from asynctrt.serving.admission import Admission, Caller, Inference, counted, has_result
+from asynctrt.serving.admission import Admission, Caller, Inference, counted, error_of, has_result
 from asynctrt.serving.latency import Latencies
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.statistics import Statistics
@@ -28,11 +28,7 @@ Headers = Mapping[bytes, bytes]
 
 
 class ServedModel:
-    """One version of a model, ready to serve: its engine, its codec, and counts of its requests.
-
-    :param settings: limits on its requests.
-    :raises ModelError: if KServe has no datatype for one of its tensors.
-    """
+    """One version of a model, ready to serve: its engine, its codec, and counts of its requests."""
 
     def __init__(
         self, name: str, version: str, engine: Engine, settings: ServerSettings | None = None
@@ -97,7 +93,6 @@ class ServedModel:
         :param caller: the connection that it came from.
         :param name: the client that it is for.
         :param on_end: called when it has ended, to call :meth:`ended`.
-        :raises AsynctrtError: as :meth:`Engine.submit` does, and if the client has too much waiting.
         """
         priority = request.layout.priority
         if priority:
@@ -144,19 +139,16 @@ class ServedModel:
         if inference.rows > self._rows_unsplit:
             self._divisible.remove(inference)
             self._parts += counted(future) - has_result(future)
-        if future.cancelled():
-            self.failures["CANCELED"] += 1
-            self.failed_ns += now_ns - began_ns
-        elif (error := future.exception()) is not None:
-            self.count_failure(error, now_ns - began_ns)
-            return error
-        else:
-            self.last_ns = now_ns
-            took_ns = now_ns - began_ns
-            result = future.result()
-            self.latencies.add(took_ns, result._queue_ns, result._compute_ns)
-            if len(self.latencies_ns) < LATENCIES_MAX:
-                self.latencies_ns.append(took_ns)
+        took_ns = now_ns - began_ns
+        error = error_of(future)
+        if error is not None:
+            self.count_failure(error, took_ns)
+            return None if isinstance(error, asyncio.CancelledError) else error
+        self.last_ns = now_ns
+        result = future.result()
+        self.latencies.add(took_ns, result._queue_ns, result._compute_ns)
+        if len(self.latencies_ns) < LATENCIES_MAX:
+            self.latencies_ns.append(took_ns)
         return None
 
     def count_failure(self, error: BaseException, took_ns: int) -> None:
@@ -165,10 +157,7 @@ class ServedModel:
         self.failed_ns += took_ns
 
     def succeeded(self, done: Statistics) -> int:
-        """Return the number of answered requests. A split request counts once, when it is answered.
-
-        :param done: the current statistics.
-        """
+        """Return the number of answered requests. A split request counts once, when it is answered."""
         under_way = sum(counted(one.future) for one in self._divisible if one.has_future)
         return done.succeeded - self._parts - under_way
 

@@ -14,7 +14,6 @@ import logging
 import signal
 import socket
 import ssl
-from types import TracebackType
 from typing import Any, Final, Self
 from weakref import WeakSet
 
@@ -113,12 +112,7 @@ class Server:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         # In a forked child, an error only propagates.
         if error is None or self._origin is None or self._origin.is_here:
             await self.stop()

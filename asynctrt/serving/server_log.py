@@ -143,10 +143,7 @@ class _Failed(NamedTuple):
 
 
 class Failures:
-    """Logs each failed batch once, with its traceback and its requests; beyond a limit, only counts it.
-
-    :param now_ns: a clock; the limit is :data:`FAILURES_MAX` in each :data:`PERIOD_NS`.
-    """
+    """Logs each failed batch once, with its traceback and its requests; beyond a limit, only counts it."""
 
     def __init__(self, now_ns: Callable[[], int] = clock.now_ns) -> None:
         self._now_ns = now_ns
@@ -215,8 +212,6 @@ class Refusals:
     """Logs how many requests and connections were refused, at most once in a :data:`PERIOD_NS`.
 
     It takes differences of existing counters, so it costs requests nothing.
-
-    :param connections: returns the number of connections refused so far.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ import logging
 import signal
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Final, Self
 
 from asynctrt._util import clock
@@ -20,11 +19,7 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class StopSignals:
-    """The handler of these signals while it is entered.
-
-    :param stop: called at the first signal.
-    :param hurry: called at each further one.
-    """
+    """Handle these signals while entered: the first calls ``stop``, each further one ``hurry``."""
 
     def __init__(self, stop: Callable[[], object], hurry: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -40,12 +35,7 @@ class StopSignals:
             self._loop.add_signal_handler(number, partial(self._heard, number))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number in STOPS:
             self._loop.remove_signal_handler(number)
 

@@ -28,10 +28,7 @@ def notify_ready() -> None:
 
 
 def passed_socket() -> socket.socket | None:
-    """Return the socket that a ``.socket`` unit passes to this process; ``None`` if there is none.
-
-    :raises UsageError: if it passes several.
-    """
+    """Return the socket that a ``.socket`` unit passes to this process; ``None`` if there is none."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return None
     count = os.environ.get("LISTEN_FDS", "")

@@ -3,13 +3,12 @@
 If it is not installed, or has no provider, requests pay nothing.
 """
 
-from asyncio import CancelledError
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt._util import clock
-from asynctrt.serving.admission import Inference
+from asynctrt.serving.admission import Inference, error_of
 
 if TYPE_CHECKING:
     from asynctrt.observe.opentelemetry import Tracer
@@ -63,7 +62,7 @@ class Tracing:
                 "asynctrt.request_id": inference.request.id,
             },
         )
-        error = CancelledError() if future.cancelled() else future.exception()
+        error = error_of(future)
         if error is not None:
             self._add_outcome(span, error)
         else:

@@ -37,10 +37,11 @@ from asynctrt.errors import (
 from asynctrt.kserve.codec import FAST_NBYTES, LAYOUT_NBYTES_MAX, DecodedRequest
 from asynctrt.kserve.datatypes import LENGTH_NBYTES, Buffer, Pause, brief, no_pause
 from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, parsed_nbytes, split_id
-from asynctrt.serving.admission import Caller, Inference, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of, error_of
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, ModelRoute, logger
 from asynctrt.serving.coding import Body
 from asynctrt.serving.memory import Hold
+from asynctrt.serving.responses import OUR_ERROR, STOPPING
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.worker import pause
 
@@ -133,10 +134,7 @@ class WebSocketSession:
         return Hold(self.account)
 
     def check_token(self) -> None:
-        """Check the token that opened the websocket, if tokens may have been revoked since.
-
-        :raises UnauthorizedError: if it was revoked.
-        """
+        """Check the token that opened the websocket, if tokens may have been revoked since."""
         if self._tokens_version != self._api.tokens_version:
             authorize(self._api, PATH, self._headers)
             self._tokens_version = self._api.tokens_version
@@ -218,10 +216,7 @@ class WebSocketSession:
         return request
 
     def _read_known(self, seen: "_Seen", head: bytes, raw: Body, start: int) -> DecodedRequest | None:
-        """Decode a request whose head equals an earlier one's but for the id, without parsing it again.
-
-        :param start: where its raw tensors begin in ``raw``.
-        """
+        """Decode a request whose head equals an earlier one's but for the id, without parsing it again."""
         rest, request_id = split_id(head)
         route = self._route
         if route is None:
@@ -253,10 +248,14 @@ class WebSocketSession:
 
     def _failed(self, request_id: str, error: BaseException | None, *, binary: bool) -> None:
         """Answer a message that could not be handled."""
-        if not isinstance(error, AsynctrtError):
-            logger.error("failed to handle a websocket message", exc_info=error)
-            error = AsynctrtError("internal error; see the server's log")
-        self._fail(request_id, error, binary=binary)
+        text, status = "cancelled", CANCELLED_STATUS
+        if not isinstance(error, asyncio.CancelledError):
+            if not isinstance(error, AsynctrtError):
+                logger.error("failed to handle a websocket message", exc_info=error)
+                error = AsynctrtError(OUR_ERROR)
+            text, status = str(error), error.http_status
+        content = {"error": text, "status": status, "type": type(error).__name__}
+        self._say({"id": request_id, **content} if request_id else content, binary=binary)
 
     def cancel_all(self) -> None:
         """Cancel every request, because the client has disconnected."""
@@ -275,7 +274,7 @@ class WebSocketSession:
         served = seen.served
         assert served is not None, "a decoded request has a model"
         if self.is_draining:
-            raise EngineClosedError("the server is draining: use another one")
+            raise EngineClosedError(STOPPING)
         if not seen.is_binary and any(wanted for _, wanted in request.layout.outputs):
             raise RequestError("a text message is answered as text: request raw tensors in a binary message")
         if request.id in self._flights:
@@ -296,10 +295,8 @@ class WebSocketSession:
     def _ended(self, inference: Inference, *, binary: bool = True) -> None:
         request, future, codec = inference.request, inference.future, inference.served.codec
         encoded: Encoded | None = None
-        error: BaseException | None = None
-        if future.cancelled():
-            error = asyncio.CancelledError()
-        elif (error := future.exception()) is None:
+        error = error_of(future)
+        if error is None:
             result = future.result()
             if not request.layout.is_simple and codec.is_slow_answer(request.layout, result):
                 work = partial(codec.encode, request, result, pause)
@@ -320,13 +317,8 @@ class WebSocketSession:
         stay.
         """
         self._encoding.discard(task)
-        encoded: Encoded | None = None
-        error: BaseException | None = None
-        if task.cancelled():
-            error = asyncio.CancelledError()
-        elif (error := task.exception()) is None:
-            encoded = task.result()
-        self._answer(inference, encoded, error, binary=binary)
+        error = error_of(task)
+        self._answer(inference, task.result() if error is None else None, error, binary=binary)
 
     def _answer(
         self, inference: Inference, encoded: Encoded | None, error: BaseException | None, *, binary: bool
@@ -342,9 +334,6 @@ class WebSocketSession:
                 self._send_pieces((len(head).to_bytes(LENGTH_NBYTES, "little"), head, *tensors))
             else:
                 self._send(head.decode())
-        elif isinstance(error, asyncio.CancelledError):
-            content = {"error": "cancelled", "status": CANCELLED_STATUS, "type": "CancelledError"}
-            self._say({"id": request.id, **content} if request.id else content, binary=binary)
         else:
             self._failed(request.id, error, binary=binary)
         if self._was_full or not self._flights:
@@ -364,10 +353,6 @@ class WebSocketSession:
             inference = self._flights.get(cancel)
             if inference is not None:
                 inference.cancel()
-
-    def _fail(self, request_id: str, error: AsynctrtError, *, binary: bool) -> None:
-        content = {"error": str(error), "status": error.http_status, "type": type(error).__name__}
-        self._say({"id": request_id, **content} if request_id else content, binary=binary)
 
     def _say(self, content: dict[str, Any], *, binary: bool) -> None:
         raw = dump(content)
@@ -435,10 +420,7 @@ def _route_of(content: Mapping[str, Any]) -> ModelRoute:
 
 
 def authorize_route(api: Api, path: bytes, headers: Headers) -> ModelRoute | None:
-    """Authorize a client that opens a websocket, and return the model at its path; ``None`` at :data:`PATH`.
-
-    :raises AsynctrtError: if the client is refused, or there is no websocket at the path.
-    """
+    """Authorize a client that opens a websocket; return the model at its path, ``None`` at :data:`PATH`."""
     authorize(api, path, headers)
     if path.rstrip(b"/") == PATH:
         return None
@@ -463,10 +445,7 @@ def _token_of(offered: bytes) -> bytes:
 
 
 def authorize(api: Api, path: bytes, headers: Headers) -> None:
-    """Check the origin and the token of a client that opens a websocket.
-
-    :raises UnauthorizedError: if either is refused.
-    """
+    """Check the origin and the token of a client that opens a websocket."""
     api.authorize(path, with_token(headers))
 
 

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from asynctrt._util import clock
 from asynctrt.errors import EngineClosedError
 from asynctrt.serving.memory import Hold
+from asynctrt.serving.responses import STOPPING
 
 PAUSE_S: Final = 0.0001
 """How long the thread sleeps after each piece of work.
@@ -65,7 +66,6 @@ class ClientThreads:
         :param hold: the memory of the work's input, held until the thread has released it.
         :param nbytes: further bytes that the work takes while it runs. They are counted before it begins,
             without waiting for room, since there is at most one such piece per thread.
-        :raises EngineClosedError: after :meth:`close`.
         """
         loop = asyncio.get_running_loop()
         turn = self._turns.setdefault(client, asyncio.Semaphore(1))
@@ -75,7 +75,7 @@ class ClientThreads:
             await self._free.acquire()
             undo.callback(self._free.release)
             if self._is_closed:
-                raise EngineClosedError("this server is stopping: use another one")
+                raise EngineClosedError(STOPPING)
             more = Hold(hold.account, nbytes) if hold is not None and nbytes else None
             job = self._executor.submit(partial(holding, work, hold, more))
             # The turn and the thread are given back when the work has ended, whether anybody waits or not.

@@ -165,6 +165,18 @@ async def browser(chromium, width=1280, height=900, **context):
             await started.close()
 
 
+@contextlib.asynccontextmanager
+async def watching(chromium, *size, engine=None, may_go_wrong=False, **settings):
+    """A page in a browser, its site, and the engine of its model ``double``, with options ``engine``."""
+    async with (
+        asynctrt.open(double_model(), **(engine or {})) as opened,
+        Site(("double", opened), **settings) as site,
+        browser(chromium, *size) as (page, wrong),
+    ):
+        yield page, site, opened
+        assert may_go_wrong or not wrong
+
+
 async def shows(page, selector, content):
     await expect(page.locator(selector)).to_have_text(content, timeout=WAIT_MS)
 
@@ -236,11 +248,7 @@ class TestPages:
 
 class TestInABrowser:
     async def test_the_figures_are_those_of_the_server(self, chromium):
-        async with (
-            asynctrt.open(double_model(), max_rows=8) as engine,
-            Site(("double", engine)) as site,
-            browser(chromium, 360, 800) as (page, wrong),
-        ):
+        async with watching(chromium, 360, 800, engine={"max_rows": 8}) as (page, site, engine):
             for rows in (1, 3, 8):
                 await site.infer(rows, took_ns=rows * 1_000_000)
             figures = site.second()
@@ -254,7 +262,6 @@ class TestInABrowser:
             await self.check(page, site, engine, figures)
             await shows(page, "#numbers-other td:last-child", "1")
             assert await page.evaluate("document.documentElement.scrollWidth") <= 360
-            assert not wrong
 
     async def check(self, page, site, engine, figures):
         done = engine.statistics()
@@ -280,10 +287,10 @@ class TestInABrowser:
 
     async def test_what_waits_and_what_runs(self, chromium):
         device = LatchDevice(concurrency=1)
-        async with (
-            asynctrt.open(double_model(), device=device, max_rows=2, contexts=1) as engine,
-            Site(("double", engine)) as site,
-            browser(chromium) as (page, wrong),
+        async with watching(chromium, engine={"device": device, "max_rows": 2, "contexts": 1}) as (
+            page,
+            site,
+            engine,
         ):
             tasks = [asyncio.create_task(site.infer(2))]
             async with asyncio.timeout(WAIT_S):
@@ -304,7 +311,6 @@ class TestInABrowser:
             site.second()
             await shows(page, "#tiles-queued .value", "0")
             await shows(page, "#tiles-rate .value", "3")
-            assert not wrong
 
     async def test_several_models_have_an_overview_whose_names_choose_one(self, chromium):
         async with (
@@ -336,11 +342,7 @@ class TestInABrowser:
 
     async def test_a_second_between_seconds_without_requests_is_seen(self, chromium):
         """No line goes to its latency, so a first request with curl would leave the chart empty."""
-        async with (
-            asynctrt.open(double_model()) as engine,
-            Site(("double", engine)) as site,
-            browser(chromium) as (page, wrong),
-        ):
+        async with watching(chromium) as (page, site, _):
             site.second()
             await page.goto(site.url)
             drawn = "document.querySelectorAll('#charts canvas')[1].toDataURL()"
@@ -362,7 +364,6 @@ class TestInABrowser:
                 return coloured;
             }"""
             assert await page.evaluate(colours) > 10
-            assert not wrong
 
     async def test_a_pipeline_has_no_bars_for_sizes_that_are_not_used(self, chromium):
         """It takes requests of up to 16,384 rows, and the names of 15 bars would cover each other."""
@@ -446,11 +447,7 @@ class TestInABrowser:
             assert not wrong
 
     async def test_a_server_that_goes_away_and_comes_back(self, chromium):
-        async with (
-            asynctrt.open(double_model()) as engine,
-            Site(("double", engine)) as site,
-            browser(chromium) as (page, _),
-        ):
+        async with watching(chromium, may_go_wrong=True) as (page, site, _):
             await site.infer(1)
             site.second()
             await page.goto(site.url)
@@ -483,25 +480,16 @@ class TestInABrowser:
             await is_there(page, "#banner", there=False)
 
     async def test_a_server_that_drains(self, chromium):
-        async with (
-            asynctrt.open(double_model()) as engine,
-            Site(("double", engine)) as site,
-            browser(chromium) as (page, wrong),
-        ):
+        async with watching(chromium) as (page, site, _):
             site.second()
             await page.goto(site.url)
             await shows(page, "#status", "Live")
             await site.repository.drain()
             await shows(page, "#status", "Draining")
             await expect(page.locator("#banner")).to_contain_text("takes no new requests")
-            assert not wrong
 
     async def test_the_token_is_asked_for_and_kept(self, chromium):
-        async with (
-            asynctrt.open(double_model()) as engine,
-            Site(("double", engine), tokens=("secret",)) as site,
-            browser(chromium) as (page, _),
-        ):
+        async with watching(chromium, tokens=("secret",), may_go_wrong=True) as (page, site, _):
             await site.infer(1)
             site.second()
             await page.goto(site.url)
@@ -528,11 +516,7 @@ class TestInABrowser:
             Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
             document.dispatchEvent(new Event("visibilitychange"));
         }"""
-        async with (
-            asynctrt.open(double_model()) as engine,
-            Site(("double", engine)) as site,
-            browser(chromium) as (page, wrong),
-        ):
+        async with watching(chromium) as (page, site, _):
             site.second()
             await page.clock.install()
             await page.goto(site.url)
@@ -549,4 +533,3 @@ class TestInABrowser:
                 asked = len(site.asked)
                 while len(site.asked) < asked + 3:
                     await page.clock.run_for(1000)
-            assert not wrong

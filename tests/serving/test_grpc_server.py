@@ -599,7 +599,15 @@ class TestRepository:
 
     async def test_the_index_of_what_is_ready(self):
         async with serving({"a": double_model(), "b": double_model()}, model_control=True) as served:
-            await served.ask("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="a"))
+            asked = pb.RepositoryModelUnloadRequest(model_name="a")
+            asked.parameters["forced"].bool_param = True
+            code, details = await fails(served.ask("RepositoryModelUnload", asked))
+            assert (code, "'forced'" in details) == ("UNIMPLEMENTED", True), (
+                "it is not passed over in silence"
+            )
+            del asked.parameters["forced"]
+            asked.parameters["unload_dependents"].bool_param = True
+            await served.ask("RepositoryModelUnload", asked)
             index = await served.ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
             assert [model.name for model in index.models] == ["b"]
             index = await served.ask("RepositoryIndex")
