@@ -11,16 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from asynctrt.loadtest.arrivals import BLOCK
 from asynctrt.loadtest.histogram import Counts, Ints
 from asynctrt.loadtest.report import ErrorCount
 from asynctrt.loadtest.steps import StepTime
 
 WARM_UP: Final = -1
 """The number of the window for everything before measuring starts."""
-BLOCK: Final = 4096
-"""Requests counted at once; nothing is sent meanwhile. Larger blocks cost more per request, because
-intermediate results no longer fit in the cache. A thread would have to wait for the interpreter while the
-event loop is busy."""
 KINDS_MAX: Final = 64
 COUNTS: Final = ("latency", "lateness", "first", "between")
 """The counts of a window."""

@@ -282,10 +282,7 @@ class Report:
             raise UsageError(
                 f"{str(path)!r} is not a .json, .html or .csv file: a report is written as one of these"
             )
-        try:
-            write_whole(path, makers[path.suffix](self))
-        except OSError as error:
-            raise UsageError(f"{str(path)!r} cannot be written: {error}") from error
+        write_whole(path, makers[path.suffix](self))
         return [path]
 
 
