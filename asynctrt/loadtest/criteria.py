@@ -113,4 +113,4 @@ def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
     """Return the latency limit for goodput: the largest of the percentile and ``max`` limits."""
     timed = (*PERCENTILES, "max")
     limits = [item.limit for item in criteria if item.figure in timed and not item.step]
-    return max(limits) if limits else None
+    return max(limits, default=None)

@@ -5,7 +5,7 @@ source of the throughput, and ``pieces`` count answers when they come.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -228,10 +228,13 @@ class RunRecorder:
             yield self._windows.setdefault(number, Window()), numbers == number
 
 
+def _kept(kinds: Mapping[str, Any], kind: str) -> str:
+    """Return the kind under which to count, which is "others" once there are ``KINDS_MAX``."""
+    return kind if kind in kinds or len(kinds) < KINDS_MAX else "others"
+
+
 def _step(steps: dict[str, StepCount], name: str) -> StepCount:
-    if name not in steps and len(steps) >= KINDS_MAX:
-        name = "others"
-    return steps.setdefault(name, StepCount())
+    return steps.setdefault(_kept(steps, name), StepCount())
 
 
 def _taken(times: "array[int]") -> Ints:
@@ -239,8 +242,7 @@ def _taken(times: "array[int]") -> Ints:
 
 
 def _count(errors: dict[str, ErrorCount], kind: str, count: int, example: str) -> None:
-    if kind not in errors and len(errors) >= KINDS_MAX:
-        kind = "others"
+    kind = _kept(errors, kind)
     before = errors.get(kind)
     if before is not None:
         count, example = before.count + count, before.example
