@@ -30,7 +30,7 @@ README = (ROOT / "README.md").read_text()
 DOCUMENTS = {document.name: document.read_text() for document in tables.DOCUMENTS}
 FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SHELL = re.findall(r"```sh\n(.*?)\n```", README, re.DOTALL)
-WAIT_S = 30
+pytestmark = pytest.mark.anyio
 
 
 def snippets():
@@ -61,21 +61,11 @@ def _is_here(module):
     return True
 
 
-def bounded(coroutine):
-    async def run():
-        async with asyncio.timeout(WAIT_S):
-            return await coroutine
-
-    return asyncio.run(run())
-
-
 @pytest.mark.parametrize(("page", "snippet"), list(snippets()))
-def test_each_snippet_runs_by_itself(page, snippet, tmp_path, monkeypatch):
+def test_each_snippet_runs_by_itself(page, snippet, beside_a_model):
     """Each in an empty namespace, as it stands; those that define functions are called below."""
     if "fastapi" in snippet:
         needed(_is_here("fastapi"), "FastAPI is missing: pip install -e '.[dev]'")
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
     exec(compile(snippet, page, "exec"), {"__name__": "__main__"})
 
 
@@ -88,18 +78,14 @@ def test_the_eight_lines_say_what_they_should(capsys):
     ]
 
 
-def test_the_client_of_the_readme(tmp_path, capsys):
+async def test_the_client_of_the_readme(tmp_path, capsys):
     (snippet,) = (text for text in FENCED.findall(README) if "connect(" in text)
-
-    async def run():
-        engine = await asynctrt.open(double_onnx(tmp_path / "model.onnx"))
-        async with engine, running_model(engine) as where:
-            names = {}
-            script = snippet.replace("127.0.0.1:8000", where).replace("asyncio.run(main())", "")
-            exec(script, names)
-            await names["main"]()
-
-    bounded(run())
+    engine = await asynctrt.open(double_onnx(tmp_path / "model.onnx"))
+    async with engine, running_model(engine) as where:
+        names = {}
+        script = snippet.replace("127.0.0.1:8000", where).replace("asyncio.run(main())", "")
+        exec(script, names)
+        await names["main"]()
     assert "[2., 2., 2., 2.]" in capsys.readouterr().out
 
 
@@ -110,57 +96,53 @@ def running_model(engine):
     return running(kserve_app(engine))
 
 
-def test_an_engine_for_urgent_requests_has_a_part_of_the_device():
+async def test_an_engine_for_urgent_requests_has_a_part_of_the_device():
     device = asynctrt.HostDevice(threads=4)
-
-    async def run():
-        async with names_of("deadlines.md", "divided")["divided"](double_model(), device) as engines:
-            for engine in engines:
-                np.testing.assert_array_equal((await engine.infer(rows(1, 2)))["output"], 2 * rows(1, 2))
-                assert engine.statistics().succeeded == 1
-
-    bounded(run())
+    async with names_of("deadlines.md", "divided")["divided"](double_model(), device) as engines:
+        for engine in engines:
+            np.testing.assert_array_equal((await engine.infer(rows(1, 2)))["output"], 2 * rows(1, 2))
+            assert engine.statistics().succeeded == 1
 
 
-def test_callers_of_a_model_with_rows_on_another_axis_share_batches(tmp_path, capsys):
+async def test_callers_of_a_model_with_rows_on_another_axis_share_batches(tmp_path, capsys):
     names = names_of("rows.md", "voice_in")
     pieces = np.ones((3, 576), np.float32)
 
     async def listen(engine):
         return [found async for found in names["voice_in"](engine, pieces)]
 
-    async def run():
-        path = voice_onnx(tmp_path / "silero_vad.onnx", samples=576, width=128)
-        async with names["open_detector"](path) as engine:
-            found = await asyncio.gather(*[listen(engine) for _ in range(8)])
-            return found, engine.statistics().batches
-
-    found, batches = bounded(run())
+    path = voice_onnx(tmp_path / "silero_vad.onnx", samples=576, width=128)
+    async with names["open_detector"](path) as engine:
+        found = await asyncio.gather(*[listen(engine) for _ in range(8)])
+        batches = engine.statistics().batches
     assert found == [[16000.0] * 3] * 8
     assert batches < 24
 
 
-def test_what_was_found_of_rows_is_printed(tmp_path, capsys):
-    bounded(names_of("rows.md", "what_was_found")["what_was_found"](double_onnx(tmp_path / "model.onnx")))
+async def test_what_was_found_of_rows_is_printed(tmp_path, capsys):
+    await names_of("rows.md", "what_was_found")["what_was_found"](double_onnx(tmp_path / "model.onnx"))
     assert capsys.readouterr().out.startswith(
         "True made-up rows had the same answers alone and beside others"
     )
 
 
-def test_a_websocket_by_hand_and_with_the_client(tmp_path):
+async def test_a_websocket_by_hand_and_with_the_client(tmp_path):
     names = names_of("websocket.md", "by_hand")
-
-    async def run():
-        async with (
-            asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine,
-            running_model(engine) as where,
-        ):
-            by_hand = await names["by_hand"](f"ws://{where}/v2/ws", [1.0, 2.0, 3.0, 4.0])
-            return by_hand, await names["with_the_client"](f"ws://{where}/v2/ws", rows(4))
-
-    by_hand, with_client = bounded(run())
+    async with (
+        asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine,
+        running_model(engine) as where,
+    ):
+        by_hand = await names["by_hand"](f"ws://{where}/v2/ws", [1.0, 2.0, 3.0, 4.0])
+        with_client = await names["with_the_client"](f"ws://{where}/v2/ws", rows(4))
     assert by_hand == [2.0, 4.0, 6.0, 8.0]
     assert with_client.tolist() == rows(8).tolist()
+
+
+@pytest.fixture
+def beside_a_model(tmp_path, monkeypatch):
+    """Make `model.onnx` in the working directory."""
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
 
 
 RECIPES = {
@@ -172,35 +154,27 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("page", RECIPES)
-def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
+async def test_a_model_in_fastapi(page, monkeypatch, beside_a_model):
     import aiohttp
 
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(asynctrt, "tune_process", lambda: None)  # It would be for all tests of this process.
     names = names_of(page, RECIPES[page])
-
-    async def run():
-        async with running(names["app"]) as where, aiohttp.ClientSession(f"http://{where}") as client:
-            async with client.post("/predict", json=[1, 2, 3, 4]) as answer:
-                assert (answer.status, await answer.json()) == (200, [2.0, 4.0, 6.0, 8.0])
-            async with client.post("/predict", json=[1, 2]) as answer:
-                assert (answer.status, "4" in (await answer.json())["error"]) == (400, True)
-            for too_large in ([1e39, 2, 3, 4], ["a"]):
-                async with client.post("/predict", json=too_large) as answer:
-                    assert answer.status in (400, 422)
-            if page != "embedding.md":
-                return
-            async with client.get("/kserve/v2/health/ready") as answer:
-                assert answer.status == 200
-
-    bounded(run())
+    async with running(names["app"]) as where, aiohttp.ClientSession(f"http://{where}") as client:
+        async with client.post("/predict", json=[1, 2, 3, 4]) as answer:
+            assert (answer.status, await answer.json()) == (200, [2.0, 4.0, 6.0, 8.0])
+        async with client.post("/predict", json=[1, 2]) as answer:
+            assert (answer.status, "4" in (await answer.json())["error"]) == (400, True)
+        for too_large in ([1e39, 2, 3, 4], ["a"]):
+            async with client.post("/predict", json=too_large) as answer:
+                assert answer.status in (400, 422)
+        if page != "embedding.md":
+            return
+        async with client.get("/kserve/v2/health/ready") as answer:
+            assert answer.status == 200
 
 
 @pytest.mark.parametrize("page", RECIPES)
-def test_a_client_of_fastapi_that_hangs_up(page, tmp_path, monkeypatch):
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
+async def test_a_client_of_fastapi_that_hangs_up(page, monkeypatch, beside_a_model):
     monkeypatch.setattr(asynctrt, "tune_process", lambda: None)
     device, opened, engines = asynctrt.testing.LatchDevice(), asynctrt.open, []
 
@@ -212,22 +186,17 @@ def test_a_client_of_fastapi_that_hangs_up(page, tmp_path, monkeypatch):
 
     monkeypatch.setattr(asynctrt, "open", open_held)
 
-    async def run():
-        async with running(names_of(page, RECIPES[page])["app"]) as where:
-            _, writer = await post(where, [1, 2, 3, 4])
-            await device.wait_held(1)
-            writer.close()
-            await until(lambda: engines[0].statistics().cancelled == 1)
-            device.open()
-
-    bounded(run())
+    async with running(names_of(page, RECIPES[page])["app"]) as where:
+        _, writer = await post(where, [1, 2, 3, 4])
+        await device.wait_held(1)
+        writer.close()
+        await until(lambda: engines[0].statistics().cancelled == 1)
+        device.open()
 
 
-def test_what_a_client_of_fastapi_is_told(tmp_path, monkeypatch):
+async def test_what_a_client_of_fastapi_is_told(monkeypatch, beside_a_model):
     import aiohttp
 
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(asynctrt, "tune_process", lambda: None)
     device, opened = asynctrt.testing.LatchDevice(), asynctrt.open
 
@@ -237,24 +206,21 @@ def test_what_a_client_of_fastapi_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(asynctrt, "open", open_held)
     app = names_of("embedding.md", "kserve_app(find_engine)")["app"]
 
-    async def run():
-        async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
+    async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
 
-            async def told(values):
-                async with client.post("/predict", json=values) as answer:
-                    return answer.status, answer.headers.get("Retry-After"), await answer.json()
+        async def told(values):
+            async with client.post("/predict", json=values) as answer:
+                return answer.status, answer.headers.get("Retry-After"), await answer.json()
 
-            in_flight = asyncio.create_task(told([1, 2, 3, 4]))
-            await device.wait_held(1)
-            queued = asyncio.create_task(told([1, 2, 3, 4]))
-            engine = app.state.engine
-            await until(lambda: engine.statistics().queued_requests == 1)
-            full = await told([1, 2, 3, 4])
-            late = await queued
-            device.open()
-            return full, late, await in_flight, await told([1, 2]), await told(["a"])
-
-    full, late, answered, wrong, unread = bounded(run())
+        in_flight = asyncio.create_task(told([1, 2, 3, 4]))
+        await device.wait_held(1)
+        queued = asyncio.create_task(told([1, 2, 3, 4]))
+        engine = app.state.engine
+        await until(lambda: engine.statistics().queued_requests == 1)
+        full = await told([1, 2, 3, 4])
+        late = await queued
+        device.open()
+        answered, wrong, unread = await in_flight, await told([1, 2]), await told(["a"])
     assert (full[0], full[1]) == (503, "1")
     assert (late[0], late[1], "timeout" in late[2]["error"]) == (504, None, True)
     assert answered == (200, None, [2.0, 4.0, 6.0, 8.0])
@@ -262,72 +228,53 @@ def test_what_a_client_of_fastapi_is_told(tmp_path, monkeypatch):
     assert unread[0] == 422
 
 
-def test_metrics_and_spans_of_an_application(tmp_path, monkeypatch):
+async def test_metrics_and_spans_of_an_application(beside_a_model):
     import aiohttp
 
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
     app = names_of("observability.md", "FastAPI")["app"]
-
-    async def run():
-        async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
-            async with client.post("/predict", json=[1, 2, 3, 4]) as answer:
-                assert await answer.json() == [2.0, 4.0, 6.0, 8.0]
-            async with client.post("/predict", json=[1, 2]) as answer:
-                assert answer.status == 400
-            async with client.get("/metrics/") as answer:
-                return await answer.text()
-
-    assert 'nv_inference_count{model="classifier",version="1"} 1.0' in bounded(run())
+    async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
+        async with client.post("/predict", json=[1, 2, 3, 4]) as answer:
+            assert await answer.json() == [2.0, 4.0, 6.0, 8.0]
+        async with client.post("/predict", json=[1, 2]) as answer:
+            assert answer.status == 400
+        async with client.get("/metrics/") as answer:
+            found = await answer.text()
+    assert 'nv_inference_count{model="classifier",version="1"} 1.0' in found
 
 
-def test_several_models_in_fastapi(tmp_path, monkeypatch):
+async def test_several_models_in_fastapi(beside_a_model):
     import aiohttp
 
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
     app = names_of("embedding.md", "AsyncExitStack")["app"]
-
-    async def run():
-        async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
-            for name in ("detector", "classifier"):
-                async with client.post(f"/{name}/predict", json=[1, 2, 3, 4]) as answer:
-                    assert await answer.json() == [2.0, 4.0, 6.0, 8.0]
-            for name, values in (("detector", [1]), ("other", [1, 2, 3, 4])):
-                async with client.post(f"/{name}/predict", json=values) as answer:
-                    assert answer.status in (400, 422)
-
-    bounded(run())
+    async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
+        for name in ("detector", "classifier"):
+            async with client.post(f"/{name}/predict", json=[1, 2, 3, 4]) as answer:
+                assert await answer.json() == [2.0, 4.0, 6.0, 8.0]
+        for name, values in (("detector", [1]), ("other", [1, 2, 3, 4])):
+            async with client.post(f"/{name}/predict", json=values) as answer:
+                assert answer.status in (400, 422)
 
 
-def test_a_model_in_starlette(tmp_path, monkeypatch):
+async def test_a_model_in_starlette(beside_a_model):
     from asynctrt.client import connect
 
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
     app = names_of("embedding.md", "app = Starlette(")["app"]
-
-    async def run():
-        async with running(app) as where, connect(f"ws://{where}/kserve/v2/ws") as client:
-            return await client.infer("model", {"input": rows(4)})
-
-    assert bounded(run())["output"].tolist() == rows(8).tolist()
+    async with running(app) as where, connect(f"ws://{where}/kserve/v2/ws") as client:
+        found = await client.infer("model", {"input": rows(4)})
+    assert found["output"].tolist() == rows(8).tolist()
 
 
-def test_on_a_gpu(tmp_path):
+async def test_on_a_gpu(tmp_path):
     on_a_gpu = names_of("README.md", "on_a_gpu")["on_a_gpu"]
-    result = bounded(on_a_gpu(double_onnx(tmp_path / "model.onnx"), rows(3), "host"))
+    result = await on_a_gpu(double_onnx(tmp_path / "model.onnx"), rows(3), "host")
     assert result["output"].tolist() == rows(6).tolist()
 
 
-def test_the_model_beside_the_examples_doubles(tmp_path):
+async def test_the_model_beside_the_examples_doubles(tmp_path):
     """It is what the README and the tutorial copy."""
-
-    async def run():
-        async with asynctrt.open(ROOT / "examples" / "model.onnx") as engine:
-            return await engine.infer(rows(3))
-
-    assert bounded(run())["output"].tolist() == rows(6).tolist()
+    async with asynctrt.open(ROOT / "examples" / "model.onnx") as engine:
+        found = await engine.infer(rows(3))
+    assert found["output"].tolist() == rows(6).tolist()
 
 
 def test_what_two_extras_need_is_the_same_version():
@@ -340,31 +287,26 @@ def test_what_two_extras_need_is_the_same_version():
     assert [versions for versions in needs.values() if len(versions) > 1] == []
 
 
-def test_batching_priorities_overload(tmp_path, monkeypatch, capsys):
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
+def test_batching_priorities_overload(capsys, beside_a_model):
     result = names_of("calls.md", "careful")["result"]
     assert result["output"].tolist() == [[2.0] * 4] * 3
     assert "succeeded=1" in capsys.readouterr().out
 
 
 def test_a_function_as_a_model():
-    assert (bounded(names_of("calls.md", "use_it")["use_it"]())["y"] == 2).all()
+    assert (asyncio.run(names_of("calls.md", "use_it")["use_it"]())["y"] == 2).all()
 
 
-def test_errors_around_a_call(tmp_path):
+async def test_errors_around_a_call(tmp_path):
     answer = names_of("errors.md", "answer")["answer"]
-
-    async def run():
-        async with asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine:
-            return (await answer(engine, rows(4)))["output"], await answer(engine, rows(4)[:, :2])
-
-    output, (status, said) = bounded(run())
-    assert output.tolist() == rows(8).tolist()
+    async with asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine:
+        answered = await answer(engine, rows(4))
+        status, said = await answer(engine, rows(4)[:, :2])
+    assert answered["output"].tolist() == rows(8).tolist()
     assert (status, "input" in said) == (400, True)
 
 
-def test_a_configuration_of_triton_is_as_the_page_says(tmp_path):
+async def test_a_configuration_of_triton_is_as_the_page_says(tmp_path):
     """The config.pbtxt of the page, read, has the options of the snippet beside it."""
     from asynctrt.serving.model_config import read_model_config
 
@@ -376,12 +318,8 @@ def test_a_configuration_of_triton_is_as_the_page_says(tmp_path):
     opening = names_of("migrating.md", "def classifier")["classifier"](
         double_onnx(tmp_path / "m.onnx"), "host"
     )
-
-    async def run():
-        async with opening as engine:
-            return engine.options
-
-    options = bounded(run())
+    async with opening as engine:
+        options = engine.options
     assert config.device == "cuda:0"
     stated = config.options_on(config.device)
     assert set(stated) >= {
@@ -434,7 +372,7 @@ def test_the_commands_name_extras_that_there_are():
         assert f"`{extra}`" in DOCUMENTS["installing.md"]
 
 
-def test_an_estimator_as_a_model():
+async def test_an_estimator_as_a_model():
     class Estimator:
         """Has the method of scikit-learn's classifiers."""
 
@@ -442,15 +380,12 @@ def test_an_estimator_as_a_model():
             return np.stack([features[:, 0], 1 - features[:, 0]], axis=1)
 
     served = names_of("howto-models.md", "predict_proba")["served"]
-
-    async def run():
-        async with asynctrt.open(served(Estimator(), 3, 2)) as engine:
-            return await engine.infer(np.full((1, 3), 0.25))
-
-    assert bounded(run())["probabilities"].tolist() == [[0.25, 0.75]]
+    async with asynctrt.open(served(Estimator(), 3, 2)) as engine:
+        found = await engine.infer(np.full((1, 3), 0.25))
+    assert found["probabilities"].tolist() == [[0.25, 0.75]]
 
 
-def test_a_detector_in_an_endpoint():
+async def test_a_detector_in_an_endpoint():
     names = names_of("howto-models.md", "boxes_of")
     seen = []
 
@@ -466,17 +401,13 @@ def test_a_detector_in_an_endpoint():
         inputs=asynctrt.TensorSpec("images", "float32", (3, 640, 640)),
         outputs=asynctrt.TensorSpec("output0", "float32", (6, 3)),
     )
-
-    async def run():
-        async with asynctrt.open(model) as engine:
-            return await names["detect"](engine, np.full((640, 640, 3), 255, np.uint8))
-
-    boxes, classes, scores = bounded(run())
+    async with asynctrt.open(model) as engine:
+        boxes, classes, scores = await names["detect"](engine, np.full((640, 640, 3), 255, np.uint8))
     assert (boxes.tolist(), classes.tolist(), scores.tolist()) == ([[1, 2, 3, 4]], [1], [0.75])
     assert seen == [((3, 640, 640), 1)]
 
 
-def test_an_encoder_in_an_endpoint():
+async def test_an_encoder_in_an_endpoint():
     names = names_of("howto-models.md", "embedding")
 
     def tokenizer(text, **given):
@@ -488,51 +419,40 @@ def test_an_encoder_in_an_endpoint():
         inputs=asynctrt.TensorSpec("input_ids", "int64", ("sequence",)),
         outputs=asynctrt.TensorSpec("last_hidden_state", "float32", ("sequence", 2)),
     )
-
-    async def run():
-        async with names["encoder"](model) as engine:
-            texts = ("three short words", "one")
-            return await asyncio.gather(*[names["embedding"](engine, tokenizer, text) for text in texts])
-
-    assert [found.tolist() for found in bounded(run())] == [[5, 5], [3, 3]]
+    async with names["encoder"](model) as engine:
+        texts = ("three short words", "one")
+        found = await asyncio.gather(*[names["embedding"](engine, tokenizer, text) for text in texts])
+    assert [one.tolist() for one in found] == [[5, 5], [3, 3]]
 
 
-def test_recordings_share_a_call_of_their_pipeline():
+async def test_recordings_share_a_call_of_their_pipeline():
     def pipe(recordings, batch_size):
         assert len(recordings) == batch_size
         return [{"text": f"{len(samples)} samples"} for samples in recordings]
 
     transcribe = names_of("howto-models.md", "transcriber")["transcriber"](pipe)
 
-    async def run():
-        async with transcribe:
-            return await asyncio.gather(*[transcribe(np.zeros(count, np.float32)) for count in (3, 5)])
-
-    assert bounded(run()) == ["3 samples", "5 samples"]
+    async with transcribe:
+        found = await asyncio.gather(*[transcribe(np.zeros(count, np.float32)) for count in (3, 5)])
+    assert found == ["3 samples", "5 samples"]
 
 
-def test_options_of_onnxruntime(tmp_path, monkeypatch):
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
+async def test_options_of_onnxruntime(tmp_path, beside_a_model):
     for snippet in FENCED.findall(DOCUMENTS["onnx-runtime.md"]):
         names = {"asynctrt": asynctrt, "np": np}
         exec(snippet, names)
         for name in {"main", "with_a_session"} & set(names):
-            assert bounded(names[name]())["output"].tolist() == [[0.0] * 4]
+            assert (await names[name]())["output"].tolist() == [[0.0] * 4]
     for text in re.findall(r"```toml\n(.*?)```", DOCUMENTS["onnx-runtime.md"], re.DOTALL):
         (tmp_path / "serve.toml").write_text(text if "[[" in text[:2] else f"[[models]]\npath = 'm'\n{text}")
         (source,) = configure({}, read_config(tmp_path / "serve.toml")).models
         assert Options(**source.settings).onnx != asynctrt.OnnxOptions()
 
 
-def test_a_load_test_in_an_applications_tests(tmp_path):
+async def test_a_load_test_in_an_applications_tests(tmp_path):
     is_fast_enough = names_of("load-testing.md", "is_fast_enough")["is_fast_enough"]
-
-    async def run():
-        async with asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine:
-            return await is_fast_enough(engine)
-
-    holds, latency = bounded(run())
+    async with asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine:
+        holds, latency = await is_fast_enough(engine)
     assert holds == (latency["p99"] < 250)
 
 

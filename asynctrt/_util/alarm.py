@@ -14,11 +14,9 @@ from contextvars import Context
 from functools import cache, partial
 from typing import Final
 
+from asynctrt._util.clock import NEVER_NS
 from asynctrt._util.forks import in_child, seal
 from asynctrt.errors import DeviceUnavailableError
-
-FAR_NS: Final = 2**62
-"""A time later than any alarm, and within the range of the kernel's timers."""
 
 CLOCK_MONOTONIC: Final = 1
 ABSOLUTE: Final = 1
@@ -82,7 +80,7 @@ class Alarm:
             return
         self._armed_ns = when_ns
         # A value of 0 would disarm the timer.
-        self._arm(*divmod(min(max(when_ns, 1), FAR_NS), 1_000_000_000))
+        self._arm(*divmod(min(max(when_ns, 1), NEVER_NS), 1_000_000_000))
 
     def close(self) -> None:
         """Stop all further calls, and let go of the callback, whose owner holds the alarm. Idempotent."""

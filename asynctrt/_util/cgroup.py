@@ -6,50 +6,22 @@ from typing import Final
 
 ROOT: Final = Path("/")
 
-V1_UNLIMITED: Final = 1 << 60
-"""A limit of a version 1 cgroup that is not smaller than this means no limit."""
 
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups that may limit its memory, of version 2 or 1.
 
-class Cgroup:
-    """The control group of this process, of version 2 or 1, and its parent groups."""
-
-    def __init__(self, root: Path = ROOT) -> None:
-        self._top = root / "sys/fs/cgroup"
-        self._paths = {}
-        for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
-            _, controllers, path = line.split(":", maxsplit=2)
-            for controller in controllers.split(","):
-                self._paths[controller] = path.lstrip("/")
-
-    def memory_limit(self) -> int | None:
-        """Return the memory limit in bytes, or ``None`` without a limit."""
-        found = []
-        for folder in self._folders("memory"):
-            for name in ("memory.max", "memory.limit_in_bytes"):
-                limit = text_of(folder / name) or ""
-                if limit.isdigit() and int(limit) < V1_UNLIMITED:
-                    found.append(int(limit))
-        return min(found, default=None)
-
-    def _folders(self, controller: str) -> Iterator[Path]:
-        """Yield the folders of the groups, innermost first. In a container only some are visible."""
-        for top, path in (
-            (self._top / controller, self._paths.get(controller)),
-            (self._top, self._paths.get("")),
-        ):
-            if path is None:
-                continue
-            inner = top / path
-            while inner != top and top in inner.parents:
-                yield inner
-                inner = inner.parent
-            yield top
-
-
-def total_memory(root: Path = ROOT) -> int | None:
-    """Return the machine's memory in bytes, or ``None`` if it is not known."""
-    kib = field_of(root / "proc/meminfo", "MemTotal:")
-    return None if kib is None else kib * 1024
+    In a container only some are visible.
+    """
+    for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", maxsplit=2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        group = top / path.lstrip("/")
+        yield group
+        while group != top:
+            group = group.parent
+            yield group
 
 
 def available_memory(root: Path = ROOT) -> int | None:
@@ -60,7 +32,13 @@ def available_memory(root: Path = ROOT) -> int | None:
 
 def memory_nbytes(root: Path = ROOT) -> int | None:
     """Return the bytes of memory that this process may use: the machine's memory or its container's limit."""
-    known = [nbytes for nbytes in (total_memory(root), Cgroup(root).memory_limit()) if nbytes is not None]
+    kib = field_of(root / "proc/meminfo", "MemTotal:")
+    known = [] if kib is None else [kib * 1024]
+    for group in _groups(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = text_of(group / name) or ""
+            if limit.isdigit():  # Version 1 writes no limit as one beyond any machine's memory.
+                known.append(int(limit))
     return min(known, default=None)
 
 

@@ -3,6 +3,10 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
+
+NEVER_NS: Final = 2**62
+"""A time later than any other, in 146 years. Twice as much still fits into 63 bits, as timers need."""
 
 now_ns: Callable[[], int] = time.monotonic_ns
 """Monotonic time in ns, on the same base as the loops' ``loop.time()``."""

@@ -9,7 +9,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import DEFAULT_BUFFER_SIZE, BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +22,6 @@ CONFIG_NBYTES_MAX: Final = 1 << 20
 KEY_PARTS_MAX: Final = 100
 LONG_KEY: Final = re.compile(rf"(?<![\w-])(?:[\w-]++\.){{{KEY_PARTS_MAX}}}")
 """A key in TOML with more parts than any needs."""
-
-GROWTH_NBYTES: Final = 1 << 20
-"""Bytes to read at a time if a file has grown while it was read."""
 
 WAIT_S: Final = 0.05
 """Seconds between two attempts to get a lock that is held elsewhere."""
@@ -131,7 +128,7 @@ def read_regular(
     with open_regular(path, within=within) as file:
         # Python allocates the size that it is asked to read, however small the file is.
         content = file.read(min(nbytes_max, os.fstat(file.fileno()).st_size) + 1)
-        while len(content) <= nbytes_max and (more := file.read(GROWTH_NBYTES)):
+        while len(content) <= nbytes_max and (more := file.read(DEFAULT_BUFFER_SIZE)):
             content += more
     if len(content) > nbytes_max:
         raise SpecialFileError(errno.EFBIG, f"it has more than {nbytes_max:,} bytes", os.fspath(path))

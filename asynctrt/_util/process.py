@@ -20,10 +20,9 @@ SWITCH_INTERVAL_S: Final = 0.0005
 """How soon a computing thread gets the GIL back from the loop. Python's default of 5 ms is too long for a
 server."""
 
-GC_THRESHOLDS: Final = (10_000, 10, 10)
-"""Thresholds of the garbage collector in our processes. Python's first default, 700, makes it scan
+GC_THRESHOLD: Final = 10_000
+"""New objects between two collections in our processes. With Python's default, 700, the collector scans
 hundreds of requests in flight again and again, which took a fifth of a worker's CPU time."""
-
 
 IN_WORKER: Final = "_ASYNCTRT_IN_WORKER"
 """The environment variable that marks a worker and every process that it starts."""
@@ -46,8 +45,11 @@ def shorten_switch_interval() -> None:
 
 def open_files_max() -> int:
     """Return the maximum number of open files of this process once its limit is raised."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    return _open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def _open_files(limit: int) -> int:
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def raise_open_files() -> int:
@@ -56,8 +58,7 @@ def raise_open_files() -> int:
     if soft != hard:
         with suppress(OSError, ValueError):  # A system may allow less than it reports.
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+    return _open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 PROGRAM: Final = (
@@ -118,7 +119,7 @@ def freeze_gc() -> None:
 def calm_gc() -> None:
     """Collect garbage rarely in one of our processes, and exempt existing objects: :func:`freeze_gc`."""
     freeze_gc()
-    gc.set_threshold(*GC_THRESHOLDS)
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def tune_process() -> None:

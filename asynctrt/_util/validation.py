@@ -27,13 +27,14 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from asynctrt._util.clock import NEVER_NS
 from asynctrt._util.synonyms import nearest_name
 from asynctrt.errors import SHOWN_MAX, InputError, OptionsError, bounded, show
 
 T = TypeVar("T")
 
-TIMEOUT_NS_MAX: Final = 2**62
-"""The longest timeout, 146 years. Added to a monotonic clock it still fits into 63 bits, as timers need."""
+TIMEOUT_NS_MAX: Final = NEVER_NS
+"""The longest timeout. Added to a monotonic clock it still fits into 63 bits, as timers need."""
 
 UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 """The units in which a text may give a time, in seconds."""
@@ -159,11 +160,17 @@ def validate(settings: Any) -> None:
             object.__setattr__(settings, item.name, check(item.name, getattr(settings, item.name)))
 
 
+def changed(settings: Any) -> dict[str, Any]:
+    """Return the values that are not their field's default, by name."""
+    values = ((item, getattr(settings, item.name)) for item in dataclasses.fields(settings))
+    return {item.name: value for item, value in values if value != item.default}
+
+
 def changed_repr(settings: Any) -> str:
     """Return a ``repr`` of the non-default values, without secrets; some classes have 40 fields."""
-    given = ((item, getattr(settings, item.name)) for item in dataclasses.fields(settings) if item.repr)
-    changed = [f"{item.name}={value!r}" for item, value in given if value != item.default]
-    return f"{type(settings).__name__}({', '.join(changed)})"
+    secret = {item.name for item in dataclasses.fields(settings) if not item.repr}
+    given = [f"{name}={value!r}" for name, value in changed(settings).items() if name not in secret]
+    return f"{type(settings).__name__}({', '.join(given)})"
 
 
 def docs_of(cls: type) -> dict[str, str]:
@@ -176,14 +183,11 @@ def docs_of(cls: type) -> dict[str, str]:
 
 def documented(cls: type[T]) -> type[T]:
     """Add the fields' documentation to the class's docstring, for ``help()`` and for editors."""
-    lines = [f":param {item.name}: {' '.join(item.metadata['doc'].split())}" for item in _fields(cls)]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # T is a class of settings.
+    lines = [f":param {item.name}: {' '.join(item.metadata['doc'].split())}" for item in fields]
     head, _, rest = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
     cls.__doc__ = "\n".join([head, "", *lines, *rest.splitlines()])
     return cls
-
-
-def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls)
 
 
 def check_names(

@@ -25,8 +25,9 @@ Stage = tuple[list[float], float | None]
 
 RATE_MAX: Final = 1e8
 """Highest rate in arrivals/s. Above it, successive times would hardly differ in ns."""
-BLOCK: Final = 8192
-"""Arrivals generated at once. Nothing is sent meanwhile, but smaller blocks cost far more per arrival."""
+BLOCK: Final = 4096
+"""Arrivals generated at once, and answers counted at once: 0.1 ms in which nothing is sent. Smaller blocks
+cost more per arrival, and the intermediate results of counting larger ones no longer fit in the cache."""
 KNOTS: Final = 1000
 """Number of constant pieces that approximate a ramp."""
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from asynctrt.errors import OptionsError
 
@@ -32,7 +32,8 @@ class Criterion:
     text: str
     step: str
     figure: str
-    sign: Literal["<", ">"]
+    sign: str
+    """``<`` or ``>``."""
     limit: float
     is_relative: bool
 
@@ -62,7 +63,7 @@ class Criterion:
                     f"{text!r}: a change over a baseline must be in percent, as in {figure}>+10%"
                 )
             signed = limit / 100 if plus == "+" else -limit / 100
-            return cls(text, step or "", figure, _sign(sign), signed, is_relative=True)
+            return cls(text, step or "", figure, sign, signed, is_relative=True)
         if figure in LATENCIES:
             if unit not in UNITS_MS:
                 raise OptionsError(f"{text!r}: a latency needs a unit: {', '.join(UNITS_MS)}")
@@ -71,7 +72,7 @@ class Criterion:
             limit /= 100
         elif unit:
             raise OptionsError(f"{text!r}: {figure} does not take the unit {unit!r}")
-        return cls(text, step or "", figure, _sign(sign), limit, is_relative=False)
+        return cls(text, step or "", figure, sign, limit, is_relative=False)
 
     @property
     def key(self) -> str:
@@ -112,8 +113,4 @@ def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
     """Return the latency limit for goodput: the largest of the percentile and ``max`` limits."""
     timed = (*PERCENTILES, "max")
     limits = [item.limit for item in criteria if item.figure in timed and not item.step]
-    return max(limits) if limits else None
-
-
-def _sign(sign: str) -> Literal["<", ">"]:
-    return "<" if sign == "<" else ">"
+    return max(limits, default=None)

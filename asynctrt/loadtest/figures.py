@@ -5,7 +5,6 @@ with 95% confidence: 5 for p50, 299 for p99, 29,956 for p99.99.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final
 
@@ -44,30 +43,27 @@ BUSY_CORES: Final = 0.97
 """A sending process that uses more cores than this is saturated."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Hold the counts of all processes for one run."""
-
-    windows: Windows
-    outcomes: Sequence[ProcessResult]
-    is_server: bool
-
-
 def make_run(
     settings: LoadSettings,
     plan: ProcessPlan,
-    counted: Counted,
+    counted: Windows,
+    outcomes: Sequence[ProcessResult],
     *,
+    is_server: bool,
     label: str,
     parameters: Mapping[str, Any],
 ) -> Run | None:
-    """Compute the figures of one run; ``None`` if it was stopped before anything was measured."""
-    outcomes = counted.outcomes
+    """Compute the figures of one run; ``None`` if it was stopped before anything was measured.
+
+    :param counted: the windows of all processes.
+    :param outcomes: the result of each process.
+    :param is_server: whether the target runs in another process.
+    """
     complete = all(outcome.exhausted for outcome in outcomes)
-    seconds, count = _measured(plan, counted, complete=complete)
+    seconds, count = _measured(plan, outcomes, complete=complete)
     if seconds <= 0:
         return None
-    windows = [counted.windows.get(number, Window()) for number in range(count)]
+    windows = [counted.get(number, Window()) for number in range(count)]
     whole = total(windows)
     answered, failed = whole.answered, whole.failed
     requests = max(whole.sent, answered + failed)
@@ -79,7 +75,7 @@ def make_run(
     error_share = failed / (answered + failed) if answered + failed else 0.0
     goodput = whole.latency.within(limit_ms * 1e6) / seconds if limit_ms is not None else None
     held, unjudged = judge(criteria, whole, throughput, goodput)
-    held_back = None if plan.limit.is_void else _held_back(counted, plan)
+    held_back = None if plan.limit.is_void else _held_back(plan, outcomes)
     # The process that ended last has read the most.
     known = [outcome.batches for outcome in outcomes if outcome.batches is not None]
     counters = max(known, key=attrgetter("requests"), default=None)
@@ -88,7 +84,7 @@ def make_run(
         label=label,
         seconds=seconds,
         complete=complete,
-        void=_void(plan, counted, whole, latency, late),
+        void=_void(plan, outcomes, whole, latency, late, is_server=is_server),
         notes=tuple(note for note in (held_back, unbelievable) if note is not None),
         offered=whole.sent / seconds if plan.schedule is not None else None,
         requests=requests,
@@ -110,21 +106,21 @@ def make_run(
         parameters=parameters,
         kept=_kept(plan, windows),
         stream=_stream(whole, seconds),
-        steps=_steps(whole, counted.windows),
+        steps=_steps(whole, counted),
     )
 
 
-def _measured(plan: ProcessPlan, counted: Counted, *, complete: bool) -> tuple[float, int]:
+def _measured(plan: ProcessPlan, outcomes: Sequence[ProcessResult], *, complete: bool) -> tuple[float, int]:
     """Return the number of seconds and of windows that were measured."""
-    last_ns = max(outcome.last_done_ns for outcome in counted.outcomes) - plan.warmup_ns
-    elapsed_ns = min(outcome.elapsed_ns for outcome in counted.outcomes) - plan.warmup_ns
+    last_ns = max(outcome.last_done_ns for outcome in outcomes) - plan.warmup_ns
+    elapsed_ns = min(outcome.elapsed_ns for outcome in outcomes) - plan.warmup_ns
     if complete and plan.requests_max is None:
         return plan.measured_ns / 1e9, -(-plan.measured_ns // plan.window_ns)
     if complete:
         # The run ended with the last answer, not at a set time.
         ended_ns = min(last_ns, plan.measured_ns)
         return ended_ns / 1e9, -(-ended_ns // plan.window_ns) if ended_ns > 0 else 0
-    count = min(elapsed_ns, max(outcome.stopped_ns for outcome in counted.outcomes) - plan.warmup_ns)
+    count = min(elapsed_ns, max(outcome.stopped_ns for outcome in outcomes) - plan.warmup_ns)
     count //= plan.window_ns
     return count * plan.window_ns / 1e9, int(count)
 
@@ -195,21 +191,23 @@ def _judged(item: Criterion, whole: Window) -> tuple[Counts, int]:
 
 def _void(
     plan: ProcessPlan,
-    counted: Counted,
+    outcomes: Sequence[ProcessResult],
     whole: Window,
     latency: Mapping[str, float],
     late: Mapping[str, float],
+    *,
+    is_server: bool,
 ) -> tuple[str, ...]:
     """Return why the figures would describe the generator instead of the target, if they would."""
     sent = whole.sent
     reasons = []
-    if any(outcome.is_overwhelmed for outcome in counted.outcomes):
+    if any(outcome.is_overwhelmed for outcome in outcomes):
         reasons.append("the generator fell seconds behind the schedule and gave up: set a lower rate")
     mean, tail = late.get("mean", 0.0), late.get("p99", 0.0)
     # An engine in this process shares the event loop with the generator, as it would with an application, so
     # its callers see the lateness too. If most requests fail, the latency of the answered ones says nothing
     # about how the others were sent.
-    if counted.is_server and late and latency and whole.failed <= whole.answered:
+    if is_server and late and latency and whole.failed <= whole.answered:
         if mean > max(LATE_MS, LATE_SHARE * latency["mean"]):
             reasons.append(
                 f"of a mean latency of {latency['mean']:.3g} ms, {mean:.3g} ms are the generator's lateness: "
@@ -220,14 +218,14 @@ def _void(
                 f"p99 is {latency['p99']:.3g} ms, and that of the generator's lateness {tail:.3g} ms: set a "
                 "lower rate, or more processes"
             )
-    if counted.is_server and plan.callers is not None and not plan.think:
-        cores = max(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in counted.outcomes)
+    if is_server and plan.callers is not None and not plan.think:
+        cores = max(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes)
         if cores > BUSY_CORES:
             reasons.append(
                 f"a sending process used {cores:.2f} cores, so the throughput may be limited by it: set more "
                 "processes"
             )
-    held_back = _held_back(counted, plan) if plan.limit.is_void else None
+    held_back = _held_back(plan, outcomes) if plan.limit.is_void else None
     if held_back is not None:
         reasons.append(held_back)
     own = whole.errors.get(OWN_ERROR)
@@ -238,9 +236,9 @@ def _void(
     return tuple(reasons)
 
 
-def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
+def _held_back(plan: ProcessPlan, outcomes: Sequence[ProcessResult]) -> str | None:
     """Return a note that requests had to wait in the generator; ``None`` if none had to."""
-    count = sum(outcome.held_back for outcome in counted.outcomes)
+    count = sum(outcome.held_back for outcome in outcomes)
     if not count:
         return None
     return (

@@ -127,12 +127,10 @@ class GrpcTarget:
         :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
         """
         try:
-            async with asyncio.timeout(PAGE_S):
-                metadata = await self._ask("ModelMetadata", name=self.name, version=self._address.version)
-        except (TimeoutError, ConnectionLostError, UnsupportedError) as error:
-            said = str(error) or f"no answer within {PAGE_S:g} s"
+            metadata = await self._ask("ModelMetadata")
+        except (ConnectionLostError, UnsupportedError) as error:
             shown = f"{self._address.shown}/{self.name}"
-            raise TargetError(f"{shown} cannot be reached as a KServe server: {said}") from error
+            raise TargetError(f"{shown} cannot be reached as a KServe server: {error}") from error
         self.inputs = read_specs(
             {"name": item.name, "datatype": item.datatype, "shape": item.shape} for item in metadata.inputs
         )
@@ -185,10 +183,7 @@ class GrpcTarget:
 
     async def batches(self) -> BatchCounters | None:
         try:
-            async with asyncio.timeout(PAGE_S):
-                answer = await self._ask("ModelStatistics", name=self.name, version=self._address.version)
-        except TimeoutError as error:
-            raise ConnectionLostError(f"{self._address.shown} did not answer within {PAGE_S:g} s") from error
+            answer = await self._ask("ModelStatistics")
         except RequestError:
             return None  # The server has no statistics, or none for this model.
         return read_counters(answer.model_stats, getattr)
@@ -196,14 +191,18 @@ class GrpcTarget:
     async def aclose(self) -> None:
         await asyncio.gather(*(connection.channel.close() for connection in self._connections))
 
-    async def _ask(self, method: str, **fields: Any) -> Any:
-        """Call a method other than ``ModelInfer``, and return its answer.
+    async def _ask(self, method: str) -> Any:
+        """Call a method about the model, and return its answer.
 
-        :raises AsynctrtError: if the server refuses the call, or the connection fails.
+        :raises AsynctrtError: if the server refuses the call or times out, or the connection fails.
         """
-        body = self._kinds[method + "Request"](**fields).SerializeToString()
+        request = self._kinds[method + "Request"](name=self.name, version=self._address.version)
+        call = self._channel.unary_unary(SERVICE + method)
         try:
-            answer = await self._channel.unary_unary(SERVICE + method)(body, metadata=self._metadata)
+            async with asyncio.timeout(PAGE_S):
+                answer = await call(request.SerializeToString(), metadata=self._metadata)
+        except TimeoutError as error:
+            raise ConnectionLostError(f"{self._address.shown} did not answer within {PAGE_S:g} s") from error
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
         try:

@@ -15,11 +15,16 @@ Ints = npt.NDArray[np.int64]
 LARGEST_NS: Final = 24 * 3600 * 10**9
 KEPT_BITS: Final = 10
 """Bits kept below a value's leading bit, which give 3 significant digits: the error is at most 0.05%."""
-DROPPED_BITS: Final = 52 - KEPT_BITS
+DROPPED_BITS: Final = np.finfo(np.float64).nmant - KEPT_BITS
 """Bits dropped of a float's mantissa."""
-ONE_KEY: Final = 1023 << KEPT_BITS
-"""The kept bits of the float 1.0, that is, the exponent's bias."""
-LARGEST_KEY: Final = (int(np.float64(LARGEST_NS).view(np.int64)) >> DROPPED_BITS) - ONE_KEY
+
+
+def _upper_bits(value: float) -> int:
+    return int(np.float64(value).view(np.int64)) >> DROPPED_BITS
+
+
+ONE_KEY: Final = _upper_bits(1.0)
+LARGEST_KEY: Final = _upper_bits(LARGEST_NS) - ONE_KEY
 ZERO: Final = -1
 """The key of 0, which has no leading bit."""
 

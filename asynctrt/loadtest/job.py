@@ -1,12 +1,12 @@
 """A whole load test (a run, repetitions, a sweep or a search) and its report."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
+from asynctrt._util.validation import changed
 from asynctrt.core.loading import is_attribute
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.criteria import FIGURES, PERCENTILES
@@ -14,8 +14,8 @@ from asynctrt.loadtest.making import describe_machine, describe_making
 from asynctrt.loadtest.plans import SECONDS_DEFAULT
 from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.search import Search
-from asynctrt.loadtest.session import LoadCase, LoadSession
-from asynctrt.loadtest.settings import Arrays, LoadSettings
+from asynctrt.loadtest.session import SETTING_NAMES, LoadCase, LoadSession
+from asynctrt.loadtest.settings import CALLERS_DEFAULT, Arrays, LoadSettings
 from asynctrt.loadtest.statistics import interval, requests_least
 from asynctrt.loadtest.targets import SEND_APART, TargetSpec
 
@@ -217,11 +217,8 @@ def _described(target: Any) -> dict[str, Any]:
 def _changed(settings: LoadSettings) -> dict[str, Any]:
     """Return the settings that differ from their defaults, and some that are always reported."""
     always = ("rate", "callers", "seconds", "warmup", "rows", "answer_timeout", "processes", "seed")
-    return {
-        item.name: _told(getattr(settings, item.name))
-        for item in dataclasses.fields(settings)
-        if item.name in always or getattr(settings, item.name) != item.default
-    }
+    shown = {*always, *changed(settings)}
+    return {name: _told(getattr(settings, name)) for name in SETTING_NAMES if name in shown}
 
 
 def _told(value: Any) -> Any:
@@ -234,7 +231,7 @@ def _told(value: Any) -> Any:
 def _label(settings: LoadSettings) -> str:
     if settings.rate is not None:
         return f"{settings.arrivals}, {settings.rate} requests/s"
-    return f"{settings.callers or 64} callers"
+    return f"{settings.callers or CALLERS_DEFAULT} callers"
 
 
 def _is_number(value: object) -> bool:

@@ -16,8 +16,8 @@ from asynctrt.loadtest.samples import Sample, make_samples
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import SEND_APART, BatchCounters, Target
 
-LEAD_NS: Final = 20_000_000
-"""Delay between the call and the start of a run, to set everything up."""
+LEAD_NS: Final = 100_000_000
+"""Delay before a run starts, in which every process gets the order and draws its arrivals."""
 SERVERS: Final = ("http", "grpc", "websocket")
 """Kinds of targets that run in another process."""
 
@@ -70,15 +70,11 @@ class Local:
         with contextlib.suppress(Exception):  # Without them, the run has no figures of batches.
             self._first = await self.target.batches()
 
-    async def run(
-        self, plan: ProcessPlan, emit: Callable[[Windows], None], start_ns: int | None = None
-    ) -> ProcessResult:
-        """Perform one run; see :meth:`Runner.run`. For a set start, call :meth:`count` before."""
-        if start_ns is None:
-            await self.count()
+    async def run(self, plan: ProcessPlan, emit: Callable[[Windows], None], start_ns: int) -> ProcessResult:
+        """Perform one run; see :meth:`Runner.run`. Call :meth:`count` before."""
         self._runner = Runner(self.target, self._samples, self._prepared, plan, self._first)
         try:
-            return await self._runner.run(clock.now_ns() + LEAD_NS if start_ns is None else start_ns, emit)
+            return await self._runner.run(start_ns, emit)
         finally:
             self._runner = None
 
@@ -92,7 +88,8 @@ class Local:
         """
         plan = self.plan(settings)
         planned(plan)
-        return plan, [await self.run(plan, emit)]
+        await self.count()
+        return plan, [await self.run(plan, emit, clock.now_ns() + LEAD_NS)]
 
     def stop(self) -> None:
         """End the current run, if there is one."""

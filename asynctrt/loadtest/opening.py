@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from asynctrt._util.process import add_cwd_to_path
+from asynctrt._util.validation import changed
 from asynctrt.core.loading import is_attribute, name_of
 from asynctrt.engine import Engine
 from asynctrt.errors import ConnectionLostError, OptionsError, TargetError, UsageError, show
@@ -71,7 +72,7 @@ def _check(spec: TargetSpec, kind: str, *has_effect: str) -> None:
         allowed.add("tls")
     usual = TargetSpec(spec.where)
     given = [item.name for item in fields(spec) if getattr(spec, item.name) != getattr(usual, item.name)]
-    shown = {"options": ", ".join(spec.changed_options), "tls": "ca, cert, key or insecure"}
+    shown = {"options": ", ".join(changed(spec.options)), "tls": "ca, cert, key or insecure"}
     for name in given:
         if name not in allowed:
             if name == "tls" and spec.scheme:
@@ -100,19 +101,9 @@ async def _open(spec: TargetSpec) -> Target:
         from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415
 
         return await open_plain_target(spec)
-    target: Any
-    if is_websocket:
-        from asynctrt.loadtest.websocket_target import WebsocketTarget  # noqa: PLC0415
-
-        target = WebsocketTarget(spec)
-    elif spec.scheme in ("grpc", "grpcs"):
-        from asynctrt.loadtest.grpc_target import GrpcTarget  # noqa: PLC0415
-
-        target = GrpcTarget(spec)
-    else:
-        from asynctrt.loadtest.http_target import HttpTarget  # noqa: PLC0415
-
-        target = HttpTarget(spec)
+    protocol = "websocket" if is_websocket else "grpc" if spec.scheme in ("grpc", "grpcs") else "http"
+    module = import_module(f"asynctrt.loadtest.{protocol}_target")
+    target: Any = getattr(module, f"{protocol.capitalize()}Target")(spec)
     try:
         await target.open()
     except BaseException as error:

@@ -16,7 +16,7 @@ import anyio
 from asynctrt._util import clock
 from asynctrt._util.process import calm_gc, safe_path, shorten_switch_interval
 from asynctrt.errors import AsynctrtError, InternalError, TargetError
-from asynctrt.loadtest.local import Local, Planned
+from asynctrt.loadtest.local import LEAD_NS, Local, Planned
 from asynctrt.loadtest.opening import find_modules
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Windows
@@ -27,8 +27,6 @@ from asynctrt.loadtest.targets import TargetSpec
 ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a load test with a report."""
 
-LEAD_NS: Final = 100_000_000
-"""Delay before a run starts once every process is ready, so that the order reaches all of them in time."""
 CLOSE_S: Final = 10.0
 """How long a process may take to close its target; then it is killed."""
 

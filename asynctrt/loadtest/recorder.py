@@ -5,22 +5,19 @@ source of the throughput, and ``pieces`` count answers when they come.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
+from asynctrt.loadtest.arrivals import BLOCK
 from asynctrt.loadtest.histogram import Counts, Ints
 from asynctrt.loadtest.report import ErrorCount
 from asynctrt.loadtest.steps import StepTime
 
 WARM_UP: Final = -1
 """The number of the window for everything before measuring starts."""
-BLOCK: Final = 4096
-"""Requests counted at once; nothing is sent meanwhile. Larger blocks cost more per request, because
-intermediate results no longer fit in the cache. A thread would have to wait for the interpreter while the
-event loop is busy."""
 KINDS_MAX: Final = 64
 COUNTS: Final = ("latency", "lateness", "first", "between")
 """The counts of a window."""
@@ -231,10 +228,13 @@ class RunRecorder:
             yield self._windows.setdefault(number, Window()), numbers == number
 
 
+def _kept(kinds: Mapping[str, Any], kind: str) -> str:
+    """Return the kind under which to count, which is "others" once there are ``KINDS_MAX``."""
+    return kind if kind in kinds or len(kinds) < KINDS_MAX else "others"
+
+
 def _step(steps: dict[str, StepCount], name: str) -> StepCount:
-    if name not in steps and len(steps) >= KINDS_MAX:
-        name = "others"
-    return steps.setdefault(name, StepCount())
+    return steps.setdefault(_kept(steps, name), StepCount())
 
 
 def _taken(times: "array[int]") -> Ints:
@@ -242,8 +242,7 @@ def _taken(times: "array[int]") -> Ints:
 
 
 def _count(errors: dict[str, ErrorCount], kind: str, count: int, example: str) -> None:
-    if kind not in errors and len(errors) >= KINDS_MAX:
-        kind = "others"
+    kind = _kept(errors, kind)
     before = errors.get(kind)
     if before is not None:
         count, example = before.count + count, before.example

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 from asynctrt._util.files import write_whole
@@ -229,7 +228,8 @@ class Report:
 
     def __repr__(self) -> str:
         target = self.target.get("where") or "a target"
-        return f"<Report {self.kind} of {target}: {_summary().headline(self)}>"
+        summary = import_module("asynctrt.loadtest.summary")  # It imports this module.
+        return f"<Report {self.kind} of {target}: {summary.headline(self)}>"
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values, leaving out unknown figures."""
@@ -276,27 +276,15 @@ class Report:
         makers: dict[str, Callable[[Report], str]] = {
             ".json": Report.as_text,
             ".csv": Report.as_csv,
-            ".html": lambda report: str(_page().render(report)),
+            # The page needs jinja2, so import it only here.
+            ".html": lambda report: str(import_module("asynctrt.loadtest.page").render(report)),
         }
         if path.suffix not in makers:
             raise UsageError(
                 f"{str(path)!r} is not a .json, .html or .csv file: a report is written as one of these"
             )
-        try:
-            write_whole(path, makers[path.suffix](self))
-        except OSError as error:
-            raise UsageError(f"{str(path)!r} cannot be written: {error}") from error
+        write_whole(path, makers[path.suffix](self))
         return [path]
-
-
-def _page() -> ModuleType:
-    """Import the page only when it is needed, because it needs jinja2."""
-    return import_module("asynctrt.loadtest.page")
-
-
-def _summary() -> ModuleType:
-    """Import the summary only when it is needed, because it imports this module."""
-    return import_module("asynctrt.loadtest.summary")
 
 
 def figures_of(run: Run | Mapping[str, Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ late it is.
 import asyncio
 import contextlib
 import errno
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +21,11 @@ import numpy.typing as npt
 
 from asynctrt._util import clock
 from asynctrt._util.alarm import Alarm
+from asynctrt._util.clock import NEVER_NS
 from asynctrt.errors import describe
-from asynctrt.loadtest.arrivals import Arrivals
+from asynctrt.loadtest.arrivals import BLOCK, Arrivals
 from asynctrt.loadtest.plans import ProcessPlan
-from asynctrt.loadtest.recorder import BLOCK, RunRecorder, Windows
+from asynctrt.loadtest.recorder import RunRecorder, Windows
 from asynctrt.loadtest.samples import Sample, differs
 from asynctrt.loadtest.steps import StepTime
 from asynctrt.loadtest.streams import Streamed
@@ -43,7 +45,6 @@ GRACE_NS: Final = 500_000_000
 """How long to wait for answers after a run was stopped."""
 BEHIND_NS_MAX: Final = 3_000_000_000
 """How far the generator of an open loop may fall behind before the run is stopped as void."""
-NEVER: Final = 1 << 62
 
 WAS_WRONG: Final = "WrongAnswer"
 NO_ANSWER: Final = "NoAnswer"
@@ -104,7 +105,7 @@ class Runner:
         self._steps: list[StepTime] = getattr(target, "steps", [])
         self._timeout_ns = plan.timeout_ns
         self._room = max(1, plan.limit.requests // plan.shares)
-        self._requests_max = NEVER
+        self._requests_max: float = math.inf
         if plan.requests_max is not None:
             self._requests_max = len(range(plan.share, plan.requests_max, plan.shares))
         self._checks = any(sample.expected is not None for sample in samples)
@@ -124,7 +125,7 @@ class Runner:
         self._sent_of = self._choices()
         # The current block of arrivals.
         self._blocks: Iterator[Arrivals] = iter(())
-        self._due = _view(np.array([NEVER]))
+        self._due = _view(np.array([NEVER_NS]))
         self._what = _view(np.zeros(1, np.int64))
         self._next = 0
 
@@ -208,7 +209,7 @@ class Runner:
             next_ += 1
             now_ns = self._now_ns()
         self._next = next_
-        if due[next_] == NEVER and not self._next_block():
+        if due[next_] == NEVER_NS and not self._next_block():
             self._sending = False
             self._outcome.exhausted = True
             self._end_if_idle()
@@ -220,12 +221,12 @@ class Runner:
         block = next(self._blocks, None)
         left = self._requests_max - self._counted
         if block is None or left <= 0:
-            self._due, self._next = _view(np.array([NEVER])), 0
+            self._due, self._next = _view(np.array([NEVER_NS])), 0
             return False
         # Use views, because converting to lists would block the event loop longer than drawing the numbers.
         due_ns = block.due_ns + self._start_ns
-        last = np.searchsorted(due_ns, self._from_ns) + left
-        self._due = _view(np.append(due_ns[:last], NEVER))
+        last = min(np.searchsorted(due_ns, self._from_ns) + left, len(due_ns))
+        self._due = _view(np.append(due_ns[:last], NEVER_NS))
         self._what = _view(block.samples)
         self._next = 0
         return True

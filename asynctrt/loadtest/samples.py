@@ -93,8 +93,7 @@ def _random(
     if nbytes > NBYTES_MAX:
         raise OptionsError(
             f"one request of each kind takes {nbytes:,} bytes in all, and the limit is {NBYTES_MAX:,}: set "
-            "fewer "
-            "rows, or smaller dims"
+            "fewer rows, or smaller dims"
         )
     each = max(1, min(settings.samples // len(kinds), NBYTES_MAX // max(nbytes, 1)))
     return [

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from asynctrt._util import clock
 from asynctrt._util.validation import check_names
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.figures import Counted, make_run
+from asynctrt.loadtest.figures import make_run
 from asynctrt.loadtest.local import Local
 from asynctrt.loadtest.plans import WINDOWS_MAX, ProcessPlan
 from asynctrt.loadtest.processes import Fleet
@@ -148,10 +148,15 @@ class LoadSession:
             plan, outcomes = await sender.perform(case.settings, self._emit, self._planned)
         finally:
             self._current = None
-        is_server = isinstance(case.target, TargetSpec) and case.target.is_server
-        plan = replace(plan, window_ns=plan.window_ns * progress.pairs)
-        counted = Counted(progress.windows, outcomes, is_server)
-        run = make_run(case.settings, plan, counted, label=case.label, parameters=case.parameters)
+        run = make_run(
+            case.settings,
+            replace(plan, window_ns=plan.window_ns * progress.pairs),
+            progress.windows,
+            outcomes,
+            is_server=isinstance(case.target, TargetSpec) and case.target.is_server,
+            label=case.label,
+            parameters=case.parameters,
+        )
         if run is not None:
             progress.runs.append(run)
         return run

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
+from asynctrt._util.validation import changed
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options
@@ -172,19 +173,12 @@ class TargetSpec:
         is_kserve = not path or path.endswith("/v2") or "/v2/" in path
         return not is_kserve or self.body is not None or self.method is not None
 
-    @property
-    def changed_options(self) -> dict[str, Any]:
-        """The options that are not the default, by name."""
-        usual = Options()
-        values = {item.name: getattr(self.options, item.name) for item in fields(Options)}
-        return {name: value for name, value in values.items() if value != getattr(usual, name)}
-
     def describe(self) -> dict[str, Any]:
         """Describe the target for a report, without the token, headers and passwords."""
         where = without_password(self.where)
         described: dict[str, Any] = {"where": where}
         if not self.is_server:  # A server has its own.
-            described |= {"device": self.device, "options": self.changed_options}
+            described |= {"device": self.device, "options": changed(self.options)}
         if self.tls.insecure:
             described["insecure"] = True
         if self.is_plain:  # Leave out the headers, which may be secret.

@@ -9,6 +9,7 @@ from asynctrt.errors import MissingExtraError
 from asynctrt.loadtest import summary
 from asynctrt.loadtest.comparing import Line
 from asynctrt.loadtest.figures import latencies
+from asynctrt.loadtest.plans import WINDOW_S
 from asynctrt.loadtest.recorder import Window, total
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.session import Progress
@@ -26,7 +27,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("the command line needs rich: pip install 'asynctrt[load]'") from error
 
-REFRESH_S: Final = 0.25
 STYLES: Final = {"bad": "bold red", "warn": "bold yellow", "good": "green", "note": "dim"}
 LEFT_OUT_FIRST: Final = (
     "p99.99", "p95", "p90", "Seconds", "mean", "Due", "Requests", "p99.9", "Copy in", "Copy out",
@@ -52,9 +52,9 @@ class LiveView:
         self._live.stop()
 
     def watch(self, progress: Progress) -> None:
-        """Show the progress, unless it was shown within ``REFRESH_S``."""
+        """Show the progress, unless it was shown within the time of one window."""
         now_ns = clock.now_ns()
-        if now_ns - self._shown_ns >= REFRESH_S * 1e9:
+        if now_ns - self._shown_ns >= WINDOW_S * 1e9:
             # Start only now, because opening the model may use the terminal.
             self._live.start()
             self._shown_ns = now_ns

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -22,8 +23,6 @@ CONNECTIONS: Final = 4
 REQUESTS_MAX: Final = 200
 """Limit on the requests in flight per websocket; beyond it another is opened. A server reads at most 256 at
 once from one."""
-IN_FLIGHT_MAX: Final = 1 << 20
-"""Limit of each client. It is high enough for only the load test to limit the requests in flight."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -115,7 +114,7 @@ def _opener(spec: TargetSpec, address: Address, headers: Headers) -> Callable[[]
         connect,
         f"{server}{address.path}/ws",
         additional_headers=[pair for pair in headers if pair[0].lower() != "host"],
-        max_in_flight=IN_FLIGHT_MAX,
+        max_in_flight=sys.maxsize,  # Only the load test limits them.
         max_size=ANSWER_NBYTES_MAX,
         proxy=None,
         **settings,

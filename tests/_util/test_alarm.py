@@ -17,18 +17,34 @@ pytestmark = pytest.mark.anyio
 WAIT_S = 20
 
 
+HOUR_NS = 3600 * 10**9
+
+
 class Bell:
-    """Counts the calls and wakes who waits for one."""
+    """An alarm that counts its calls and wakes who waits for one."""
 
     def __init__(self):
         self.rung = 0
         self.rung_ns = 0
         self._next = asyncio.Event()
+        self.alarm = Alarm(asyncio.get_running_loop(), self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.alarm.close()
 
     def __call__(self):
         self.rung += 1
         self.rung_ns = clock.now_ns()
         self._next.set()
+
+    def set(self, delay_ns):
+        """Set it, and return the time that it is set to."""
+        when_ns = clock.now_ns() + delay_ns
+        self.alarm.set(when_ns)
+        return when_ns
 
     async def wait(self):
         await asyncio.wait_for(self._next.wait(), WAIT_S)
@@ -37,77 +53,47 @@ class Bell:
 
 @pytest.mark.parametrize("delay_ns", [0, 300_000, 1_400_000, 12_000_000])
 async def test_it_rings_and_not_before_its_time(delay_ns):
-    bell = Bell()
-    alarm = Alarm(asyncio.get_running_loop(), bell)
-    when_ns = clock.now_ns() + delay_ns
-    alarm.set(when_ns)
-    await bell.wait()
-    assert bell.rung_ns >= when_ns
-    alarm.close()
+    with Bell() as bell:
+        when_ns = bell.set(delay_ns)
+        await bell.wait()
+        assert bell.rung_ns >= when_ns
 
 
-@pytest.mark.parametrize("when_ns", [2**62, 2**63, 10**28])
-async def test_a_time_that_is_never_reached(when_ns):
-    bell = Bell()
-    alarm = Alarm(asyncio.get_running_loop(), bell)
-    alarm.set(when_ns)
-    alarm.set(clock.now_ns() + 100_000)
-    await bell.wait()
-    assert bell.rung == 1
-    alarm.close()
-
-
-async def test_an_earlier_time_replaces_a_later_one():
-    bell = Bell()
-    alarm = Alarm(asyncio.get_running_loop(), bell)
-    alarm.set(clock.now_ns() + 3600 * 10**9)
-    alarm.set(clock.now_ns() + 100_000)
-    await bell.wait()
-    assert bell.rung == 1
-    alarm.close()
-
-
-async def test_a_later_time_does_not_replace_an_earlier_one():
-    bell = Bell()
-    alarm = Alarm(asyncio.get_running_loop(), bell)
-    alarm.set(clock.now_ns() + 100_000)
-    alarm.set(clock.now_ns() + 3600 * 10**9)
-    await bell.wait()
-    alarm.close()
+@pytest.mark.parametrize("later_ns", [HOUR_NS, 2**62, 2**63, 10**28])
+@pytest.mark.parametrize("order", [1, -1])
+async def test_of_two_times_the_earlier_one_counts(later_ns, order):
+    with Bell() as bell:
+        for delay_ns in (100_000, later_ns)[::order]:
+            bell.set(delay_ns)
+        await bell.wait()
+        assert bell.rung == 1
 
 
 async def test_it_can_be_set_again():
-    bell = Bell()
-    alarm = Alarm(asyncio.get_running_loop(), bell)
-    for rung in range(1, 4):
-        alarm.set(clock.now_ns() + 50_000)
-        await bell.wait()
-        assert bell.rung == rung
-    alarm.close()
+    with Bell() as bell:
+        for rung in range(1, 4):
+            bell.set(50_000)
+            await bell.wait()
+            assert bell.rung == rung
 
 
 async def test_a_closed_alarm_never_rings():
-    bell, other = Bell(), Bell()
-    alarm = Alarm(asyncio.get_running_loop(), bell)
-    alarm.set(clock.now_ns() + 50_000)
-    alarm.close()
-    alarm.close()
-    alarm.set(clock.now_ns())
-    after = Alarm(asyncio.get_running_loop(), other)
-    after.set(clock.now_ns() + 5_000_000)
-    await other.wait()
-    assert bell.rung == 0
-    after.close()
+    with Bell() as bell, Bell() as after:
+        bell.set(50_000)
+        bell.alarm.close()
+        bell.alarm.close()
+        bell.set(0)
+        after.set(5_000_000)
+        await after.wait()
+        assert bell.rung == 0
 
 
 async def test_it_never_rings_from_within_set():
     """Whoever sets it is in the middle of something."""
-    bell = Bell()
-    alarm = Alarm(asyncio.get_running_loop(), bell)
-    alarm.set(0)
-    assert bell.rung == 0
-    await bell.wait()
-    alarm.close()
+    with Bell() as bell:
+        bell.alarm.set(0)
+        assert bell.rung == 0
+        await bell.wait()
 
 
 @pytest.mark.parametrize("delay_ns", [0, 8_000_000])
@@ -130,8 +116,6 @@ async def test_it_rings_in_the_context_that_it_was_given(delay_ns):
 
 
 async def test_it_rings_on_a_loop_that_is_never_idle():
-    bell = Bell()
-    alarm = Alarm(asyncio.get_running_loop(), bell)
     loop = asyncio.get_running_loop()
     busy = True
 
@@ -139,11 +123,11 @@ async def test_it_rings_on_a_loop_that_is_never_idle():
         if busy:
             loop.call_soon(keep_busy)
 
-    keep_busy()
-    alarm.set(clock.now_ns() + 500_000)
-    await bell.wait()
-    busy = False
-    alarm.close()
+    with Bell() as bell:
+        keep_busy()
+        bell.set(500_000)
+        await bell.wait()
+        busy = False
 
 
 async def test_to_set_it_lets_no_other_thread_run():

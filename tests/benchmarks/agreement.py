@@ -12,19 +12,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import numpy as np
 import uvloop
 
 import asynctrt
 from asynctrt import loadtest
 from asynctrt._util.process import shorten_switch_interval
-from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.loadtest.samples import random_inputs
-from tests.benchmarks.common import arguments, in_turn, median, save, show
+from tests.benchmarks.common import arguments, copying_model, in_turn, median, save, show
 from tests.benchmarks.mlp import mlp_onnx
 from tests.helpers import installed
 from tests.serving import test_perf_analyzer as analyzer
@@ -37,13 +34,7 @@ CALLERS = 8
 
 def sleeping_model():
     """Return a model that takes 4 ms for a batch of any size."""
-
-    def compute(inputs, outputs):
-        time.sleep(BATCH_S)
-        outputs["y"][...] = inputs["x"]
-
-    spec = functools.partial(asynctrt.TensorSpec, dtype=np.dtype("float32"), dims=(16,))
-    return FunctionModel(compute, inputs=spec("x"), outputs=spec("y"))
+    return copying_model(lambda _: BATCH_S)
 
 
 def opened(model, folder):

@@ -3,7 +3,6 @@
 It compares the engine as it is with one whose guard cannot hand the GIL over.
 """
 
-import asyncio
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,8 @@ from asynctrt._util import clock
 from asynctrt.devices.host import HostDevice
 from asynctrt.devices.host.threads import StreamThreads
 from tests.benchmarks.common import arguments, report, save
+from tests.benchmarks.gpu.support import Load
 from tests.benchmarks.mlp import mlp_onnx
-
-BURN_NS = 20_000
 
 
 async def lateness_us(path, rows, requests, *, is_busy, is_guarded):
@@ -26,16 +24,6 @@ async def lateness_us(path, rows, requests, *, is_busy, is_guarded):
     lend = StreamThreads.lend_gil
     if not is_guarded:
         StreamThreads.lend_gil = lambda self: False
-    loop = asyncio.get_running_loop()
-    burning = is_busy
-
-    def burn():
-        end_ns = clock.now_ns() + BURN_NS
-        while clock.now_ns() < end_ns:
-            pass
-        if burning:
-            loop.call_soon(burn)
-
     late = []
     try:
         async with asynctrt.open(path, device=HostDevice(in_place="never"), contexts=1) as engine:
@@ -43,13 +31,12 @@ async def lateness_us(path, rows, requests, *, is_busy, is_guarded):
             for _ in range(5):
                 await engine.infer(row)
             alone = min([(await engine.infer(row)).timing.compute_ns for _ in range(10)])
-            if burning:
-                loop.call_soon(burn)
+            load = Load("busy" if is_busy else "idle")
             for _ in range(requests):
                 sent_ns = clock.now_ns()
                 await engine.infer(row)
                 late.append((clock.now_ns() - sent_ns - alone) / 1000)
-            burning = False
+            load.end()
     finally:
         StreamThreads.lend_gil = lend
     return late

@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +15,9 @@ import numpy as np
 import uvloop
 
 from asynctrt._util import clock
+from asynctrt.backends.function import FunctionModel
 from asynctrt.loadtest.making import describe_machine
+from asynctrt.tensors import TensorSpec
 
 WARM_UP_S = 0.15
 
@@ -49,6 +52,21 @@ def in_turn(runs, repeats, description=""):
             found = run()
             results[name].append(uvloop.run(found) if asyncio.iscoroutine(found) else found)
     return results
+
+
+def copying_model(service_s=None, *, run_on="thread", name=None):
+    """Return a model that copies its float32[16] rows.
+
+    :param service_s: a function that returns for how long a batch of some rows takes, which is slept.
+    """
+
+    def copy(inputs, outputs):
+        if service_s is not None:
+            time.sleep(service_s(len(inputs["input"])))
+        outputs["output"][...] = inputs["input"]
+
+    input_, output = (TensorSpec(name, "float32", (16,)) for name in ("input", "output"))
+    return FunctionModel(copy, inputs=input_, outputs=output, run_on=run_on, name=name)
 
 
 async def asked_again(infer, inputs, seconds, check_answer=None, look=lambda: None, warm_up_s=WARM_UP_S):
@@ -112,6 +130,29 @@ def quantiles_us(times_ns):
         "mean_us": float(np.mean(times_ns)) / 1e3,
         "max_us": max(times_ns) / 1e3,
         "count": len(times_ns),
+    }
+
+
+AGAIN = 256
+"""Answers after a kill that were not on their way before."""
+
+
+async def answered_again_s(callers):
+    """Return how long it takes until so many more requests were answered as were not on their way before."""
+    began_s, before = time.perf_counter(), callers.answered
+    while callers.answered < before + AGAIN:
+        await asyncio.sleep(0.001)
+    return time.perf_counter() - began_s
+
+
+def outcome_of(callers, requests, pauses_s, seconds):
+    """Return what became of requests under kills."""
+    counts = {name: getattr(callers, name) for name in ("answered", "lost", "wrong", "twice")}
+    return {
+        "requests": requests,
+        **counts,
+        "pauses_ms": [pause_s * 1e3 for pause_s in pauses_s],
+        "requests_per_s": callers.answered / seconds,
     }
 
 

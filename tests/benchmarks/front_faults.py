@@ -21,14 +21,12 @@ import numpy as np
 import psutil
 import uvloop
 
-from tests.benchmarks.common import arguments, save
+from tests.benchmarks.common import answered_again_s, arguments, outcome_of, save
 from tests.helpers import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = "tests.workers.models:kind"
 CALLERS = 64
-AGAIN = 256
-"""Answers after a kill that were not on their way before."""
 LOST_S = 30.0
 """A request that has no answer after so long is lost."""
 BROKEN = (OSError, asyncio.IncompleteReadError)
@@ -195,10 +193,7 @@ async def killed(given, *parts, flags=()):
                 kind = "worker" if "asynctrt.workers.child" in victim.cmdline() else "front"
                 os.kill(victim.pid, signal.SIGKILL)
                 kills[kind] += 1
-                began_s, before = time.perf_counter(), callers.answered
-                while callers.answered < before + AGAIN:
-                    await asyncio.sleep(0.001)
-                pauses.append(time.perf_counter() - began_s)
+                pauses.append(await answered_again_s(callers))
                 if len(pauses) == 1:
                     await server.wait_until_whole()
                     looks.append(server.look())
@@ -217,16 +212,10 @@ async def killed(given, *parts, flags=()):
     finally:
         server.kill()
     return {
-        "requests": given.requests,
+        **outcome_of(callers, given.requests, pauses, seconds),
         "kills": dict(kills),
-        "answered": callers.answered,
-        "lost": callers.lost,
-        "wrong": callers.wrong,
-        "twice": callers.twice,
         "asked_again": callers.broken,
         "refused": dict(callers.refused),
-        "pauses_ms": [pause * 1e3 for pause in pauses],
-        "requests_per_s": callers.answered / seconds,
         "first": looks[0],
         "last": looks[-1],
         "stopped": stopped,

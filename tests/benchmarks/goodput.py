@@ -12,7 +12,6 @@ away that would be late loses the fewest.
 """
 
 import statistics
-import time
 from collections import deque
 from functools import partial
 
@@ -21,7 +20,7 @@ import uvloop
 import asynctrt
 from asynctrt import loadtest
 from asynctrt.devices.host import HostDevice
-from tests.benchmarks.common import arguments, save, show
+from tests.benchmarks.common import arguments, copying_model, save, show
 from tests.simulation.arrivals import at_random, in_bursts, requests
 from tests.simulation.latency import linear
 from tests.simulation.load import simulate
@@ -107,15 +106,8 @@ def bound(arrivals, seconds):
     return {"goodput": share_in_time(kept, seconds), "p99_ms": 0.0}
 
 
-def known(inputs, outputs):
-    """Take a known time."""
-    time.sleep(took_ms(len(inputs["x"])) / 1e3)
-    outputs["y"][...] = inputs["x"]
-
-
 async def really(load, seconds, seed, **options):
-    x, y = (asynctrt.TensorSpec(name, "float32", (4,)) for name in "xy")
-    model = asynctrt.FunctionModel(known, inputs=x, outputs=y)
+    model = copying_model(lambda rows: took_ms(rows) / 1e3)
     device = HostDevice(threads=1, in_place="never")
     async with asynctrt.open(model, device=device, max_rows=ROWS, contexts=2, **options) as engine:
         report = await loadtest.run(

@@ -18,7 +18,7 @@ from asynctrt.loadtest.arrivals import LoadProfile, Schedule
 from tests.benchmarks.common import arguments, in_turn, medians, report, save
 from tests.loadtest.support import Target
 
-RATES = (1_000, 10_000, 50_000)
+RATES = (5_000, 20_000, 50_000)
 PORT = 8391
 
 

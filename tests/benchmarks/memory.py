@@ -19,9 +19,9 @@ import uvloop
 
 import asynctrt
 from asynctrt.devices.host import HostDevice
-from tests.benchmarks.common import arguments, save, show
+from tests.benchmarks.common import arguments, copying_model, save, show
 from tests.benchmarks.mlp import mlp_onnx
-from tests.benchmarks.overhead import DIM, echo_model
+from tests.benchmarks.overhead import DIM
 
 CALLERS = 256
 
@@ -38,7 +38,7 @@ def now():
 
 
 async def through_one_engine(requests, in_place):
-    async with asynctrt.open(echo_model(), device=HostDevice(in_place=in_place)) as engine:
+    async with asynctrt.open(copying_model(), device=HostDevice(in_place=in_place)) as engine:
         row = np.ones((1, DIM), np.float32)
 
         async def caller(count):

@@ -15,30 +15,20 @@ from importlib.util import find_spec
 import numpy as np
 
 import asynctrt
-from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.tensors import TensorSpec
-from tests.benchmarks.common import arguments, in_turn, report, requests_of, save
+from tests.benchmarks.common import arguments, copying_model, in_turn, report, requests_of, save
 
 DIM = 16
 CALLERS = (1, 32, 256)
 ROWS_MAX = 64
 
 
-def echo_model(run_on="thread"):
-    """Return a model that only copies its float32[16] rows."""
-
-    def echo(inputs, outputs):
-        outputs["output"][...] = inputs["input"]
-
-    input_, output = (TensorSpec(name, "float32", (DIM,)) for name in ("input", "output"))
-    return FunctionModel(echo, inputs=input_, outputs=output, run_on=run_on)
-
-
 @asynccontextmanager
 async def engine(in_place, run_on, **settings):
     device = HostDevice(in_place=in_place)
-    async with asynctrt.open(echo_model(run_on), device=device, max_rows=ROWS_MAX, **settings) as opened:
+    async with asynctrt.open(
+        copying_model(run_on=run_on), device=device, max_rows=ROWS_MAX, **settings
+    ) as opened:
         yield opened.infer
 
 

@@ -17,13 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
-import numpy as np
 import psutil
 
-from asynctrt.backends.function import FunctionModel
 from asynctrt.kserve.protobuf import message_classes
-from asynctrt.tensors import TensorSpec
-from tests.benchmarks.common import arguments, in_turn, report, save
+from tests.benchmarks.common import arguments, copying_model, in_turn, report, save
 from tests.benchmarks.mlp import mlp_onnx
 from tests.helpers import free_port
 
@@ -34,13 +31,7 @@ SOCKET = "/v2/models/{}/ws"
 
 def noop():
     """Return a model that returns its input."""
-    row = TensorSpec("input", "float32", (16,)), TensorSpec("output", "float32", (16,))
-    return FunctionModel(
-        lambda inputs, outputs: np.copyto(outputs["output"], inputs["input"]),
-        inputs=row[0],
-        outputs=row[1],
-        name="noop",
-    )
+    return copying_model(name="noop")
 
 
 @contextmanager

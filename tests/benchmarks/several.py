@@ -10,18 +10,16 @@ Then what a client of several servers costs beside one of a single server, in CP
 import asyncio
 import random
 import signal
-import time
 from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
 import uvloop
 
-import asynctrt
 from asynctrt.client import connect
 from asynctrt.errors import AsynctrtError
 from tests.benchmarks.client import OPEN_S
-from tests.benchmarks.common import arguments, in_turn, report, requests_of, save, show
+from tests.benchmarks.common import arguments, copying_model, in_turn, report, requests_of, save, show
 from tests.benchmarks.scale_clients import started
 from tests.benchmarks.serving import wait_until_ready
 
@@ -32,25 +30,12 @@ CALLERS = 64
 ROW = np.zeros((1, 16), np.float32)
 
 
-def model_of(service_s):
-    def function(inputs, outputs):
-        time.sleep(service_s)
-        outputs["output"][...] = inputs["input"]
-
-    x, y = (asynctrt.TensorSpec(name, "float32", (16,)) for name in ("input", "output"))
-    return asynctrt.FunctionModel(function, inputs=x, outputs=y)
-
-
 def slow():
-    return model_of(SERVICE_S["slow"])
+    return copying_model(lambda _: SERVICE_S["slow"])
 
 
 def fast():
-    return model_of(SERVICE_S["stays"])
-
-
-def noop():
-    return model_of(0)
+    return copying_model(lambda _: SERVICE_S["stays"])
 
 
 class Best:
@@ -175,7 +160,7 @@ def main():
     figures = {"company": {}, "cost": {}}
     for name, (rows_max, rate) in CASES.items():
         figures["company"][name] = company(rows_max, rate, given.seconds)
-    with started("model=tests.benchmarks.several:noop") as server:
+    with started("model=tests.benchmarks.serving:noop") as server:
         wait_until_ready(server.url)
         addresses = {
             "one address": server.url,

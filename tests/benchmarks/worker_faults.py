@@ -21,14 +21,12 @@ import uvloop
 
 import asynctrt
 from asynctrt.errors import AsynctrtError, PoisonError
-from tests.benchmarks.common import arguments, save
+from tests.benchmarks.common import answered_again_s, arguments, outcome_of, save
 from tests.benchmarks.gpu.support import open_device
 from tests.gpu.fallible import GATE
 
 HOST, GPU = "tests.workers.models:kind", "tests.gpu.fallible:kind"
 CALLERS = 32
-AGAIN = 256
-"""Answers after a kill that were not on their way before."""
 
 
 def row(first):
@@ -87,13 +85,9 @@ async def killed(model, given, device, **settings):
                 alive = [worker for worker in engine.workers if worker.state == "open"]
                 if alive:
                     worker = alive[random.integers(len(alive))]
-                    began_s = time.perf_counter()
                     with suppress(ProcessLookupError):
                         os.kill(worker.pid, signal.SIGKILL)
-                    before = callers.answered
-                    while callers.answered < before + AGAIN:
-                        await asyncio.sleep(0.001)
-                    pauses.append(time.perf_counter() - began_s)
+                    pauses.append(await answered_again_s(callers))
 
         killing = asyncio.create_task(kill())
 
@@ -102,16 +96,7 @@ async def killed(model, given, device, **settings):
         seconds = time.perf_counter() - began_s
         killing.cancel()
         deaths = sum(worker.deaths for worker in engine.workers)
-    return {
-        "requests": given.requests,
-        "kills": deaths,
-        "answered": callers.answered,
-        "lost": callers.lost,
-        "wrong": callers.wrong,
-        "twice": callers.twice,
-        "pauses_ms": [pause * 1e3 for pause in pauses],
-        "requests_per_s": callers.answered / seconds,
-    }
+    return {"kills": deaths, **outcome_of(callers, given.requests, pauses, seconds)}
 
 
 async def faulted(model, given, device, first, **settings):

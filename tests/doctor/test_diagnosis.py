@@ -87,10 +87,9 @@ def test_a_gpu_is_used_by_one_process_at_a_time_and_only_if_it_is_there():
     assert {("engine", "host"), ("engine", "worker"), ("package", "onnxruntime")} <= set(asked)
 
 
-def doctor(*arguments, **env):
-    """Run the command; return its status and its report."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "asynctrt", "doctor", "--json", *arguments],
+def run_doctor(*arguments, **env):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "asynctrt", "doctor", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -98,6 +97,11 @@ def doctor(*arguments, **env):
         cwd=ROOT,
         env={**os.environ, **env},
     )
+
+
+def doctor(*arguments, **env):
+    """Run the command; return its status and its report."""
+    done = run_doctor("--json", *arguments, **env)
     assert "Traceback" not in done.stderr
     report = json.loads(done.stdout)
     assert report["status"] == done.returncode
@@ -164,19 +168,9 @@ def test_a_gpu_that_a_variable_hides(tmp_path):
 @no_gpu
 @pytest.mark.tier2
 def test_a_driver_that_hangs(tmp_path):
-    compiled(
-        tmp_path,
-        "libcuda.so.1",
-        "#include <unistd.h>\n" + DRIVER.replace("return INIT;", "for (;;) pause();"),
-    )
-
-    status, found = doctor(
-        "--device",
-        "cuda:0",
-        "--timeout",
-        "8",
-        LD_LIBRARY_PATH=str(tmp_path),
-    )
+    hangs = "#include <unistd.h>\n" + DRIVER.replace("return INIT;", "for (;;) pause();")
+    compiled(tmp_path, "libcuda.so.1", hangs)
+    status, found = doctor("--device", "cuda:0", "--timeout", "8", LD_LIBRARY_PATH=str(tmp_path))
     assert status == SICK
     assert "it did not end within 8 s" in found["driver.broken"]["what"]
 
@@ -199,25 +193,10 @@ def test_workers_in_a_sandbox_that_forbids_what_they_need(tmp_path):
 
 @pytest.mark.tier2
 def test_text_fits_a_terminal_and_bad_options_are_refused():
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "asynctrt", "doctor", "--device", "tpu:0"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=WAIT_S,
-        cwd=ROOT,
-    )
+    done = run_doctor("--device", "tpu:0")
     assert done.returncode == 1
     assert "'tpu:0' is not a device" in done.stderr
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "asynctrt", "doctor", "--device", "host"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=WAIT_S,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "80"},
-    )
+    done = run_doctor("--device", "host", COLUMNS="80")
     assert done.returncode == 0, done.stdout
     assert all(len(line) <= 80 or " /" in f" {line.strip()}" for line in done.stdout.splitlines())
 

@@ -286,13 +286,18 @@ class ServerContract:
             finally:
                 device.open()
 
+    async def full(self, target, server, device):
+        """A prepared request, one that is computed, and one that waits for it."""
+        prepared = target.prepare({"input": rows(1)})
+        flying = target.start(prepared)
+        await until(lambda: device.held == 1)
+        queued = target.start(prepared)
+        await until(lambda: engine_of(server).statistics().queued_requests == 1)
+        return prepared, flying, queued
+
     async def test_a_server_that_has_too_much_to_do(self):
         async with self.latched(max_queue_rows=1) as (target, server, device):
-            prepared = target.prepare({"input": rows(1)})
-            flying = target.start(prepared)
-            await until(lambda: device.held == 1)
-            queued = target.start(prepared)
-            await until(lambda: engine_of(server).statistics().queued_requests == 1)
+            prepared, flying, queued = await self.full(target, server, device)
             error = await fails(target.start(prepared))
             assert isinstance(error, OverloadError), error
             assert "the queue holds" in str(error)
@@ -301,11 +306,7 @@ class ServerContract:
 
     async def test_to_cancel_is_to_give_up(self):
         async with self.latched() as (target, server, device):
-            prepared = target.prepare({"input": rows(1)})
-            flying = target.start(prepared)
-            await until(lambda: device.held == 1)
-            queued = target.start(prepared)
-            await until(lambda: engine_of(server).statistics().queued_requests == 1)
+            prepared, flying, queued = await self.full(target, server, device)
             queued.cancel()
             await until(lambda: engine_of(server).statistics().cancelled == 1)
             assert queued.cancelled()

@@ -1,22 +1,20 @@
-"""Reports made by hand, for the tests of what draws them: their figures follow from a seed and a queue."""
+"""Reports for the tests of what draws them: of made-up requests that follow from a seed and a queue."""
 
+from array import array
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
-from asynctrt.loadtest.criteria import PERCENTILES, latency_target_ms, parse_slo
-from asynctrt.loadtest.histogram import Counts
-from asynctrt.loadtest.report import (
-    BatchFigures,
-    ErrorCount,
-    Interval,
-    Moment,
-    Report,
-    Run,
-    SearchResult,
-)
+from asynctrt.loadtest import figures
+from asynctrt.loadtest.plans import make_plan
+from asynctrt.loadtest.recorder import RunRecorder
+from asynctrt.loadtest.report import ErrorCount, Interval, Report, SearchResult
+from asynctrt.loadtest.runner import NO_ANSWER, ProcessResult
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import BatchCounters
+from tests.loadtest.support import sample
 
 XSS = "<script>alert(1)</script> &amp; 'quoted' \"twice\""
 MACHINE = {
@@ -36,28 +34,6 @@ TARGET = {
 }
 
 
-def ms_of(counts, percent):
-    """A percentile in ms, or none of too few."""
-    if len(counts) * (1 - percent / 100) < 3:
-        return None
-    return counts.percentile(percent) / 1e6
-
-
-def counted(latencies_ns):
-    counts = Counts()
-    counts.add(np.asarray(latencies_ns, np.int64))
-    return counts
-
-
-def figures_of(counts):
-    """Percentiles by name, with mean and max, without those of too few."""
-    if not len(counts):
-        return {}
-    found = {name: ms_of(counts, float(name[1:])) for name in PERCENTILES}
-    known = {name: value for name, value in found.items() if value is not None}
-    return {**known, "mean": counts.total_ns / len(counts) / 1e6, "max": counts.percentile(100) / 1e6}
-
-
 def latencies_ns(rng, due_s, rate, capacity, base_ms):
     """A queue's latencies: slower as it fills, and without bounds when it is more than full."""
     load = min(rate / capacity, 0.97)
@@ -69,25 +45,6 @@ def latencies_ns(rng, due_s, rate, capacity, base_ms):
     if rate > capacity:
         drawn += due_s * (1 - capacity / rate) * 1000
     return (drawn * 1e6).astype(np.int64)
-
-
-def moments_of(due_s, taken_ns, late_ns, failed, seconds, piece=0.25):
-    done_s = due_s + taken_ns / 1e9
-    for number in range(round(seconds / piece)):
-        mine = (due_s >= number * piece) & (due_s < (number + 1) * piece)
-        ended = (done_s >= number * piece) & (done_s < (number + 1) * piece) & ~failed
-        counts, lateness = counted(taken_ns[mine & ~failed]), counted(late_ns[mine])
-        yield Moment(
-            number * piece,
-            piece,
-            mine.sum() / piece,
-            ended.sum() / piece,
-            ms_of(counts, 50),
-            ms_of(counts, 99),
-            counts.percentile(100) / 1e6 if len(counts) else None,
-            int((mine & failed).sum()),
-            ms_of(lateness, 99),
-        )
 
 
 def make_run(
@@ -102,65 +59,50 @@ def make_run(
     failing=0.0,
     slo=(),
     has_batches=True,
-    generator_cores=0.84,
     parameters=None,
     **changed,
 ):
     """A run against a queue with this capacity; ``changed`` are fields of the run as they should be."""
+    settings = LoadSettings(seconds=seconds, warmup=0, slo=slo, **({"rate": rate} if is_open else {}))
+    plan = make_plan(settings, [sample()], None)
     rng = np.random.default_rng(seed)
     due_s = np.sort(rng.uniform(0, seconds, int(rate * seconds)))
     taken_ns = latencies_ns(rng, due_s, rate, capacity, base_ms)
-    late_ns = (rng.exponential(0.012, len(due_s)) * 1e6).astype(np.int64)
+    noticed_ns = ((due_s + rng.exponential(0.012, len(due_s)) / 1e3) * 1e9).astype(np.int64)
     failed = rng.random(len(due_s)) < failing
-    latency = counted(taken_ns[~failed])
-    moments = tuple(moments_of(due_s, taken_ns, late_ns, failed, seconds))
-    throughput = float(np.mean([moment.throughput for moment in moments]))
-    errors = int(failed.sum())
-    kinds = {"NoAnswer": ErrorCount(errors, "no answer within 10 s")} if errors else {}
-    found = figures_of(latency)
-    run = Run(
-        label=label,
-        seconds=seconds,
-        complete=True,
-        void=(),
-        notes=(),
-        offered=rate if is_open else None,
-        requests=len(due_s),
-        answered=len(due_s) - errors,
-        unanswered=0,
-        rows=1.0,
-        throughput=throughput,
-        goodput=None,
-        error_share=errors / max(1, len(due_s)),
-        errors=kinds,
-        latency=found,
-        lateness=figures_of(counted(late_ns)),
-        slo={},
-        batches=batches_of(rng, len(due_s), found["mean"], base_ms) if has_batches and found else None,
-        generator_cores=generator_cores,
-        moments=moments,
-        histogram=latency.as_mapping(),
-        parameters=parameters or {},
+    due_ns = (due_s * 1e9).astype(np.int64)
+    recorder = RunRecorder(0, plan.window_ns)
+    recorder.late_due_ns, recorder.noticed_ns = array("q", due_ns), array("q", noticed_ns)
+    recorder.due_ns, recorder.done_ns = array("q", due_ns[~failed]), array("q", (due_ns + taken_ns)[~failed])
+    for one in due_ns[failed]:
+        recorder.failed(one, NO_ANSWER, "no answer within 10 s")
+    elapsed_ns = round(seconds * 1e9)
+    outcome = ProcessResult(
+        cpu_ns=round(0.84 * elapsed_ns),
+        elapsed_ns=elapsed_ns,
+        exhausted=True,
+        answered=len(recorder.due_ns),
+        batches=batches_of(rng, taken_ns[~failed], base_ms * 1e6) if has_batches else None,
     )
-    run = replace(run, **changed)
-    criteria = parse_slo(slo)
-    held = {str(item): (run.figure(item.figure) or 0.0) < item.limit for item in criteria}
-    within = latency.within((latency_target_ms(criteria) or 0.0) * 1e6) / seconds
-    return replace(run, slo=held, goodput=within) if criteria else run
+    run = figures.make_run(
+        settings, plan, recorder.take(), [outcome], is_server=False, label=label, parameters=parameters or {}
+    )
+    return replace(run, kept=None, **changed)
 
 
-def batches_of(rng, requests, mean_ms, base_ms):
+def batches_of(rng, taken_ns, base_ns):
     """Batches whose stages take their time whatever the load is, so that the queue has what is left."""
-    sizes = np.clip(rng.poisson(9, max(1, requests // 9)), 1, 32)
+    sizes = np.clip(rng.poisson(9, max(1, len(taken_ns) // 9)), 1, 32)
     rows, counts = np.unique(sizes, return_counts=True)
-    return BatchFigures(
-        requests=requests,
+    return BatchCounters(
+        requests=len(taken_ns),
+        rows=int(sizes.sum()),
         batches=len(sizes),
-        mean_rows=float(sizes.mean()),
-        queue=max(0.0, mean_ms - base_ms),
-        copy_in=base_ms * 0.09,
-        compute=base_ms * 0.62,
-        copy_out=base_ms * 0.05,
+        queue_ns=int(np.maximum(taken_ns - base_ns, 0).sum()),
+        **{
+            f"{stage}_ns": int(len(taken_ns) * base_ns * share)
+            for stage, share in (("copy_in", 0.09), ("compute", 0.62), ("copy_out", 0.05))
+        },
         by_rows=dict(zip(rows.tolist(), counts.tolist(), strict=True)),
     )
 

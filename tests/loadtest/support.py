@@ -8,7 +8,7 @@ import numpy as np
 from aiohttp import web
 
 from asynctrt._util import clock
-from asynctrt.loadtest.local import Local
+from asynctrt.loadtest.local import LEAD_NS, Local
 from asynctrt.loadtest.recorder import merge, total
 from asynctrt.loadtest.runner import Runner
 from asynctrt.loadtest.samples import Sample
@@ -73,7 +73,9 @@ async def run(target, samples=None, *, share=0, shares=1, started=None, **settin
     local = Local(target, samples or [sample()])
     plan = local.plan(LoadSettings(**settings), share, shares)
     windows = {}
-    task = asyncio.ensure_future(local.run(plan, lambda more: merge(windows, more)))
+    await local.count()
+    start_ns = clock.now_ns() + LEAD_NS
+    task = asyncio.ensure_future(local.run(plan, lambda more: merge(windows, more), start_ns))
     if started is not None:
         await started(local, target, task)
     async with asyncio.timeout(30):

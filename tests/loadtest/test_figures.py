@@ -7,7 +7,7 @@ import pytest
 
 from asynctrt.loadtest.command import exit_status
 from asynctrt.loadtest.criteria import parse_slo
-from asynctrt.loadtest.figures import Counted, judge, latencies, make_run
+from asynctrt.loadtest.figures import judge, latencies, make_run
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.plans import WINDOWS_MAX, Limit, make_plan
 from asynctrt.loadtest.recorder import ErrorCount, Window
@@ -52,8 +52,8 @@ STEADY = {number: window([5.0] * 25) for number in range(40)}
 def run_of(windows, *, is_server=True, outcome=None, room=None, rows_max=256, **settings):
     settings = LoadSettings(**{"rate": 100, "seconds": 10.0, "warmup": 0.0} | settings)
     plan = make_plan(settings, [sample()], rows_max if room is None else None, room=room)
-    counted = Counted(windows, [outcome or outcome_of()], is_server)
-    return make_run(settings, plan, counted, label="a run", parameters={})
+    outcomes = [outcome or outcome_of()]
+    return make_run(settings, plan, windows, outcomes, is_server=is_server, label="a run", parameters={})
 
 
 def test_throughput_is_of_answers_that_came_while_it_was_measured():

@@ -193,7 +193,7 @@ class TestOpening:
             with pytest.raises(ConnectionLostError, match="did not answer within 0.01 s"):
                 await target.batches()
         monkeypatch.setattr(grpc_target, "PAGE_S", 0.05)
-        with pytest.raises(TargetError, match=r"grpc://127.0.0.1:\d+/m .*: no answer within 0.05 s"):
+        with pytest.raises(TargetError, match=r"grpc://127.0.0.1:\d+/m .*: .* did not answer within 0.05 s"):
             async with asked({"ModelMetadata": nothing}):
                 pass
 

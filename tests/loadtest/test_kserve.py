@@ -3,10 +3,7 @@
 import pytest
 
 from asynctrt.errors import UsageError
-from asynctrt.loadtest.kserve import (
-    Address,
-    read_address,
-)
+from asynctrt.loadtest.kserve import Address, read_address
 from asynctrt.loadtest.targets import TargetSpec
 
 
@@ -58,18 +55,9 @@ def test_addresses_of_grpc():
         ("grpc://h:1/a%2Fb/versions/3", ("grpc://h:1", "a/b", "3")),
     ]:
         assert read_address(TargetSpec(where)) == Address(*address)
-    for where in (
-        "grpc://h:1",
-        "grpc://h:1/",
-        "grpc://",
-        "grpc://h",
-        "grpc://h/m",
-        "grpc://:1/m",
-        "grpc://h:x/m",
-        "grpc://h:1/m?x",
-    ):
+    for where in ("h:1", "h:1/", "", "h", "h/m", ":1/m", "h:x/m", "h:1/m?x"):
         with pytest.raises(UsageError, match="grpc://HOST:PORT/NAME"):
-            read_address(TargetSpec(where))
+            read_address(TargetSpec(f"grpc://{where}"))
 
 
 def test_a_path_is_quoted():

@@ -25,6 +25,11 @@ pytestmark = pytest.mark.anyio
 QUICK = LoadSettings(rate=300, seconds=0.5, warmup=0.0)
 
 
+@pytest.fixture
+def spec(tmp_path):
+    return TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
+
+
 async def run(fleet, settings):
     windows, plans = {}, []
     async with asyncio.timeout(WAIT_S):
@@ -34,9 +39,8 @@ async def run(fleet, settings):
 
 
 @asynccontextmanager
-async def under_way(tmp_path, **settings):
+async def under_way(spec, **settings):
     """A process, and a run of it that has begun and is long."""
-    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
     settings = LoadSettings(seconds=600, **settings)
     async with asyncio.timeout(WAIT_S), Fleet.open(spec, settings) as fleet:
         seen = []
@@ -46,8 +50,7 @@ async def under_way(tmp_path, **settings):
 
 
 @pytest.mark.tier2
-async def test_two_runs_of_one_process(tmp_path):
-    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
+async def test_two_runs_of_one_process(spec):
     async with asyncio.timeout(WAIT_S):
         async with Fleet.open(spec, QUICK) as fleet:
             pids = _pids()
@@ -94,16 +97,16 @@ async def test_what_a_process_says_is_wrong_is_raised_here():
 
 
 @pytest.mark.tier2
-async def test_a_process_that_dies_is_said(tmp_path):
-    async with under_way(tmp_path, rate=100) as (_, running):
+async def test_a_process_that_dies_is_said(spec):
+    async with under_way(spec, rate=100) as (_, running):
         os.kill(_pids()[0], signal.SIGKILL)
         with pytest.raises(TargetError, match="ended unexpectedly, with exit status -9"):
             await running
 
 
 @pytest.mark.tier2
-async def test_a_run_is_stopped(tmp_path):
-    async with under_way(tmp_path, rate=100, warmup=0.0) as (fleet, running):
+async def test_a_run_is_stopped(spec):
+    async with under_way(spec, rate=100, warmup=0.0) as (fleet, running):
         fleet.stop()
         _, (outcome,) = await running
         assert not outcome.exhausted
@@ -113,8 +116,7 @@ async def test_a_run_is_stopped(tmp_path):
 
 
 @pytest.mark.tier2
-async def test_a_run_that_is_stopped_before_it_has_begun_ends_all_the_same(tmp_path):
-    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
+async def test_a_run_that_is_stopped_before_it_has_begun_ends_all_the_same(spec):
     async with asyncio.timeout(WAIT_S), Fleet.open(spec, QUICK) as fleet:
         running = asyncio.create_task(
             fleet.perform(LoadSettings(rate=100, seconds=600), lambda _: None, lambda _: None)
@@ -128,8 +130,8 @@ async def test_a_run_that_is_stopped_before_it_has_begun_ends_all_the_same(tmp_p
 
 
 @pytest.mark.tier2
-async def test_closing_in_the_middle_of_a_run_ends_the_process(tmp_path):
-    async with under_way(tmp_path, callers=2, warmup=0.0) as (_, running):
+async def test_closing_in_the_middle_of_a_run_ends_the_process(spec):
+    async with under_way(spec, callers=2, warmup=0.0) as (_, running):
         (pid,) = _pids()
         running.cancel()
     assert not _is_alive(pid)
@@ -137,9 +139,8 @@ async def test_closing_in_the_middle_of_a_run_ends_the_process(tmp_path):
 
 @pytest.mark.tier2
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_what_ends_the_group_is_not_for_the_processes_that_send(tmp_path, number):
+async def test_what_ends_the_group_is_not_for_the_processes_that_send(spec, number):
     """A terminal, ``timeout`` and a CI runner send their signals to every process of the group."""
-    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
     async with asyncio.timeout(WAIT_S):
         async with Fleet.open(spec, QUICK) as fleet:
             os.kill(_pids()[0], number)

@@ -51,10 +51,10 @@ def test_pieces_are_counted_by_when_their_request_was_due(answers):
     for due_ns, steps in answers:
         came_ns = np.cumsum(steps) + due_ns
         rec.streamed(due_ns, array("q", came_ns.tolist()))
-        number = max(WARM_UP, (due_ns - FROM_NS) // WINDOW_NS)
+        number = window_of(due_ns)
         first[number, steps[0]] += 1
         between.update((number, step) for step in steps[1:])
-        pieces.update(max(WARM_UP, (at_ns - FROM_NS) // WINDOW_NS) for at_ns in came_ns.tolist())
+        pieces.update(map(window_of, came_ns.tolist()))
     windows = pickle.loads(pickle.dumps(rec.take()))
     found = {}
     merge(found, windows)
@@ -62,17 +62,12 @@ def test_pieces_are_counted_by_when_their_request_was_due(answers):
         counted = {
             (number, value): count
             for number, window in found.items()
-            for value, count in as_dict(getattr(window, name)).items()
+            for value, count in getattr(window, name).as_mapping().items()
         }
         assert counted == counter
     assert {number: window.pieces for number, window in found.items() if window.pieces} == pieces
     assert total(found.values()).pieces == sum(len(steps) for _, steps in answers)
     assert len(total(found.values()).first) == len(answers)
-
-
-def as_dict(counts):
-    values, numbers = counts.items()
-    return dict(zip(values.tolist(), numbers.tolist(), strict=True))
 
 
 def window_of(time_ns):
@@ -101,8 +96,8 @@ def test_a_request_counts_where_it_was_due(due_ns, number):
     windows = rec.take()
     window = windows[number]
     assert (window.sent, window.answered, window.failed) == (1, 1, 1)
-    assert as_dict(window.latency) == {40: 1}
-    assert as_dict(window.lateness) == {3: 1}
+    assert window.latency.as_mapping() == {40: 1}
+    assert window.lateness.as_mapping() == {3: 1}
     assert windows[window_of(due_ns + 40)].completed == 1
     assert set(windows) == {number, window_of(due_ns + 40)}
 
@@ -141,8 +136,8 @@ def counted(windows):
         mine["sent"], mine["completed"] = window.sent, window.completed
         for name in ("latency", "lateness"):
             counts = getattr(window, name)
-            mine.update({(name, value): count for value, count in as_dict(counts).items()})
-            assert counts.total_ns == sum(value * count for value, count in as_dict(counts).items())
+            mine.update({(name, value): count for value, count in counts.as_mapping().items()})
+            assert counts.total_ns == sum(value * count for value, count in counts.as_mapping().items())
         mine.update({("error", kind): error.count for kind, error in window.errors.items()})
     return found
 
@@ -230,7 +225,7 @@ def test_a_clock_that_seems_to_run_backwards_makes_no_negative_times():
     answered(rec, 1050, 1040)
     sent(rec, 1050, 1049)
     window = rec.take()[0]
-    assert as_dict(window.latency) == as_dict(window.lateness) == {0: 1}
+    assert window.latency.as_mapping() == window.lateness.as_mapping() == {0: 1}
 
 
 def test_kinds_of_errors_are_bounded():

@@ -22,6 +22,8 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.models import double_model, failing_model, rows
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.fixture
 def recorded():
@@ -31,7 +33,6 @@ def recorded():
     provider.shutdown()
 
 
-@pytest.mark.anyio
 async def test_a_request_has_a_span_within_its_callers(recorded):
     provider, spans = recorded
     async with asynctrt.open(double_model()) as engine:
@@ -52,7 +53,6 @@ async def test_a_request_has_a_span_within_its_callers(recorded):
     }
 
 
-@pytest.mark.anyio
 async def test_requests_of_a_batch_say_when_it_was_launched(recorded):
     provider, spans = recorded
     device = LatchDevice()
@@ -88,7 +88,6 @@ class OnlyRequests(Sampler):
         return "OnlyRequests"
 
 
-@pytest.mark.anyio
 async def test_requests_have_no_link_to_a_batch_that_is_not_sampled():
     exporter, provider = InMemorySpanExporter(), TracerProvider(OnlyRequests())
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -99,7 +98,6 @@ async def test_requests_have_no_link_to_a_batch_that_is_not_sampled():
     provider.shutdown()
 
 
-@pytest.mark.anyio
 async def test_a_request_that_fails_or_is_cancelled_has_an_error(recorded):
     provider, spans = recorded
     device = LatchDevice()
@@ -121,7 +119,6 @@ async def test_a_request_that_fails_or_is_cancelled_has_an_error(recorded):
     assert broken.events[0].attributes["exception.type"].endswith("ExecutionError")
 
 
-@pytest.mark.anyio
 async def test_stages_of_a_pipeline_are_within_its_request(recorded):
     async def whole(inputs):
         return await engine.infer(inputs)
@@ -140,7 +137,6 @@ async def test_stages_of_a_pipeline_are_within_its_request(recorded):
     assert stage.parent.span_id == whole.context.span_id
 
 
-@pytest.mark.anyio
 async def test_calls_of_a_decorated_function(recorded):
     provider, spans = recorded
 
@@ -154,7 +150,6 @@ async def test_calls_of_a_decorated_function(recorded):
     assert [span.name for span in spans()] == ["infer double"]
 
 
-@pytest.mark.anyio
 async def test_without_a_provider_or_twice():
     async with asynctrt.open(double_model()) as engine:
         assert "infer" not in vars(engine), "it costs nothing"
@@ -171,7 +166,6 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
         importlib.import_module("asynctrt.observe.opentelemetry")
 
 
-@pytest.mark.anyio
 async def test_metrics_have_prometheus_names_and_follow_the_engines():
     reader = InMemoryMetricReader()
     provider, engines = MeterProvider(metric_readers=[reader]), {}

@@ -20,6 +20,8 @@ from asynctrt.tensors import TensorSpec
 from tests.models import double_model, rows
 from tests.serving.support import metrics_of
 
+pytestmark = pytest.mark.anyio
+
 
 def samples_of(text):
     """Return the samples of models, by name and labels. The parser adds _total to Triton's counters."""
@@ -40,7 +42,6 @@ def registry():
     return CollectorRegistry(auto_describe=True)
 
 
-@pytest.mark.anyio
 async def test_they_are_those_of_a_server(registry):
     async with asynctrt.open(double_model(), max_rows=8) as engine:
         registry.register(EngineCollector({"double": engine}))
@@ -56,7 +57,6 @@ async def test_they_are_those_of_a_server(registry):
     assert own["asynctrt_batch_rows_sum", *labels] == 20
 
 
-@pytest.mark.anyio
 async def test_engines_come_and_go(registry):
     engines = {}
     registry.register(EngineCollector(engines))
@@ -69,7 +69,6 @@ async def test_engines_come_and_go(registry):
     assert scraped(registry) == {}
 
 
-@pytest.mark.anyio
 async def test_what_is_no_engine_is_refused_when_it_is_registered(registry):
     @asynctrt.batch
     def double(x):
@@ -83,7 +82,6 @@ async def test_what_is_no_engine_is_refused_when_it_is_registered(registry):
         assert scraped(registry)["nv_inference_count", ("model", "double"), ("version", "1")] == 1
 
 
-@pytest.mark.anyio
 async def test_threads_scrape_while_requests_are_answered(registry):
     """Every kind of engine, and sizes of batches that come while the scrape goes through them."""
     spec = TensorSpec("input", np.float32, (4,)), TensorSpec("output", np.float32, (4,))

@@ -9,6 +9,8 @@ import asynctrt
 from asynctrt.testing import LatchDevice, LatchError
 from tests.contract.devices import Subject
 
+pytestmark = pytest.mark.anyio
+
 
 def launch(device, done, name):
     stream = device.create_stream()
@@ -39,7 +41,6 @@ def test_open_lets_everything_pass_and_shut_holds_again():
     assert len(done) == 2
 
 
-@pytest.mark.anyio
 async def test_a_test_waits_for_held_batches():
     device, done = LatchDevice(), []
 
@@ -59,7 +60,6 @@ async def test_a_test_waits_for_held_batches():
     assert len(done) == 3
 
 
-@pytest.mark.anyio
 async def test_a_wait_that_cannot_end_and_a_release_that_is_too_early_say_so():
     device = LatchDevice()
     with pytest.raises(LatchError, match="2 to be released, and 0 held: a request reaches the device"):
@@ -71,7 +71,6 @@ async def test_a_wait_that_cannot_end_and_a_release_that_is_too_early_say_so():
         device.release()
 
 
-@pytest.mark.anyio
 async def test_a_batch_that_a_thread_enqueues_is_held_whole():
     """One that is only half there is not one that is held."""
     device = LatchDevice()

@@ -12,6 +12,8 @@ from asynctrt.errors import OptionsError, TooLargeError
 from asynctrt.testing import serve_locally
 from tests.models import double_model, rows
 
+pytestmark = pytest.mark.anyio
+
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "testing.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
@@ -40,7 +42,6 @@ def test_the_page_runs_as_it_stands(tmp_path):
     assert "4 passed" in said
 
 
-@pytest.mark.anyio
 async def test_a_server_for_a_test():
     async with (
         serve_locally({"double": double_model()}, engine={"max_rows": 2}) as server,
@@ -53,7 +54,6 @@ async def test_a_server_for_a_test():
             pass
 
 
-@pytest.mark.anyio
 async def test_the_settings_of_a_server_for_a_test_hold():
     async with (
         serve_locally({"double": double_model()}, max_json=16) as server,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import asynctrt
-from asynctrt._util.process import GC_THRESHOLDS
+from asynctrt._util.process import GC_THRESHOLD
 from asynctrt.errors import (
     MESSAGE_MAX,
     DeadlineError,
@@ -278,7 +278,7 @@ async def test_the_limit_of_gpu_memory_is_that_of_each_worker():
 async def test_a_worker_collects_garbage_seldom_and_not_what_was_there_before():
     async with opened("tests.workers.models:collects") as engine:
         (*thresholds, frozen) = (await engine.infer(rows(1)))["y"][0]
-    assert tuple(thresholds) == GC_THRESHOLDS
+    assert thresholds[0] == GC_THRESHOLD
     assert frozen > 10_000
 
 

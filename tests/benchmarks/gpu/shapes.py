@@ -24,7 +24,7 @@ from tests.benchmarks.common import arguments, medians, save, show
 from tests.benchmarks.gpu.batchers import ByHand
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import Batch
-from tests.benchmarks.gpu.resnet import Poisson
+from tests.benchmarks.gpu.resnet import Poisson, at_rate
 from tests.benchmarks.gpu.support import check, open_device, said
 
 ROWS = 16
@@ -118,7 +118,7 @@ async def by_hand_under_load(device, kernels, width, rows, rate, options):
 
 
 async def engine_under_load(device, kernels, width, rows, rates, options):
-    """Return by share the runs at each rate."""
+    """Return by share what it does at each rate."""
     model = SpinModel(kernels, work_of(width), row=("length",), share=1 / width)
     found = {}
     contexts = max(width + width // 2, 4)
@@ -126,14 +126,7 @@ async def engine_under_load(device, kernels, width, rows, rates, options):
         await check_all(engine, rows)
         asynctrt.tune_process()
         for share, rate in rates.items():
-            await Poisson(engine, rows, rate, options.seconds / 3, 9).run()
-            runs = found[share] = []
-            for seed in range(1, options.repeats + 1):
-                before = engine.statistics()
-                run = await Poisson(engine, rows, rate, options.seconds, seed).run()
-                after = engine.statistics()
-                batches = max(after.batches - before.batches, 1)
-                runs.append(run | {"rows_a_batch": (after.rows - before.rows) / batches})
+            found[share] = await at_rate(engine, rows, rate, options)
         await check_all(engine, rows)
     return found
 
@@ -152,8 +145,8 @@ def measure(device, kernels, width, shapes, options):
             "by hand": medians(by_hand),
         }
     engine = uvloop.run(engine_under_load(device, kernels, width, rows, rates, options))
-    for share, runs in engine.items():
-        found[share]["engine"] = medians(runs)
+    for share, case in engine.items():
+        found[share]["engine"] = case
     return found
 
 
