@@ -22,7 +22,7 @@ ROWS = "rows"
 
 
 def run_alone(model: Model, reason: str) -> Model:
-    """Return a model that shares weights with ``model``, runs each request alone, and is closed separately."""
+    """Return a model that shares the weights, runs each request alone, and is closed separately."""
     if model.capabilities.has_whole:
         return cast("CapableModel", model).whole(reason)
     return (ProfiledWhole if model.capabilities.has_profiles else WholeModel)(model, reason)

@@ -133,7 +133,7 @@ async def test_callers_come_and_go_with_a_profile():
                 active.append(local._runner._callers)
             await asyncio.sleep(0)
 
-    await run(Target(answer_soon), callers="1,5,1", seconds=1.5, started=watch)
+    await run(Target(answer_soon), callers="1,5,1", seconds=3, started=watch)
     most = active.index(5)
     assert set(active[:most]) <= {0, 1, 2, 3, 4}
     assert active[-1] == 1

@@ -438,7 +438,7 @@ class TensorRTBinding:
         return {output.name: output.take() for output in self.unbound}
 
     def profile_for(self, rows: int, index: int | None) -> Profile:
-        """Return the profile with this index, if it accepts a batch of ``rows``, or choose one for ``None``."""
+        """Return the profile with this index, if it accepts ``rows`` rows, or choose one for ``None``."""
         # At most one entry per number of rows and profile.
         profile = self._profiles.get((rows, index))
         if profile is None:

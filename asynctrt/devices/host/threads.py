@@ -319,7 +319,7 @@ class StreamThreads:
         return has_gained
 
     def _have_computed(self, lent_ns: int) -> bool:
-        """Return whether a thread computed for most of the lent time, is not done, and needs the GIL again."""
+        """Return whether a thread computed for most of the lent time, and needs the GIL again to be done."""
         now_ns = self._now_ns()
         return any(worker.has_computed(lent_ns, now_ns) for worker in self._workers)
 
