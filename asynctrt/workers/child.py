@@ -422,14 +422,14 @@ class FrontSession:
 
     def _failed(self, work: Work, error: BaseException) -> None:
         """Answer with an error: its class, message and cause."""
-        cause = error.__cause__
+        cause = "" if error.__cause__ is None else "".join(traceback.format_exception(error.__cause__))
         text = json.dumps(
             {
                 "kind": _nearest(error).__name__,
                 "text": bounded(str(error)),
                 "predicted_s": getattr(error, "predicted_s", 0.0),
                 "notes": [bounded(str(note)) for note in getattr(error, "__notes__", [])],
-                "cause": "" if cause is None else bounded(_traceback_of(cause), TEXT_MAX),
+                "cause": bounded(cause, TEXT_MAX),
             }
         ).encode()
         offset, room = work.layout.room_for_text(work.where.rows)
@@ -654,10 +654,6 @@ def _sendable(error: Exception) -> Exception:
         is_known = False
     words = str(error) if is_known else describe(error)
     return _nearest(error)(words)
-
-
-def _traceback_of(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _nearest(error: BaseException) -> type[AsynctrtError]:

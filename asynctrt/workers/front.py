@@ -594,7 +594,11 @@ class Dispatcher:
                 group.free(self._heap)
                 continue
             if was_launched and not self._options.idempotent:
-                self._fail_groups([group], self._not_again(how))
+                why = DeviceLostError(
+                    f"the worker process of {self._description.name!r} {how} while it computed the request. "
+                    "It is not tried again, since the engine was opened with idempotent=False; others are"
+                )
+                self._fail_groups([group], why)
                 continue
             if was_launched and not self._restored(group):
                 continue
@@ -680,12 +684,6 @@ class Dispatcher:
             "tried again. Others are not affected"
         )
         self._fail_groups([group], error)
-
-    def _not_again(self, how: str) -> DeviceLostError:
-        return DeviceLostError(
-            f"the worker process of {self._description.name!r} {how} while it computed the request. It is "
-            "not tried again, since the engine was opened with idempotent=False; others are"
-        )
 
     # The ways in which a request ends.
 
