@@ -132,7 +132,7 @@ class Pipeline(Engine):
         self._name = name
         self._inputs = _specs_of("inputs", inputs)
         self._outputs = _specs_of("outputs", outputs)
-        self._check = InputCheck(self._inputs, check_key=None, import_array=None)
+        self._check = InputCheck(self._inputs)
         self._default_ns = None if timeout is None else timeout_ns_of(timeout)
         self._tasks: dict[asyncio.Task[InferResult], tuple[int, asyncio.Future[InferResult]]] = {}
         self._rows = 0  # Of all tasks.

@@ -9,7 +9,7 @@ import pickle
 import resource
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
 import anyio
@@ -43,11 +43,13 @@ pytestmark = pytest.mark.anyio
 WAIT_S = 30
 
 
-def latched(model=None, **settings):
+@asynccontextmanager
+async def latched(model=None, **settings):
     """An engine whose batches end when the test releases them, and its device."""
     device = LatchDevice(concurrency=settings.pop("slots", 2))
     settings.setdefault("contexts", 2)
-    return asynctrt.open(model or double_model(), device=device, **settings), device
+    async with asynctrt.open(model or double_model(), device=device, **settings) as engine:
+        yield engine, device
 
 
 def send(engine, *values, **kw):
@@ -273,8 +275,7 @@ class TestBatching:
             assert [result.batch_rows for result in results] == [10] * 10
 
     async def test_a_batch_grows_while_the_device_is_busy(self):
-        opening, device = latched(slots=1, contexts=1)
-        async with opening as engine:
+        async with latched(slots=1, contexts=1) as (engine, device):
             first = send(engine, 1)
             await until(lambda: device.held)
             later = [send(engine, value) for value in range(5)]
@@ -284,8 +285,7 @@ class TestBatching:
             assert [task.result().batch_rows for task in (first, *later)] == [1] + [5] * 5
 
     async def test_several_batches_are_in_flight(self):
-        opening, device = latched(contexts=3, slots=3, max_rows=2)
-        async with opening as engine:
+        async with latched(contexts=3, slots=3, max_rows=2) as (engine, device):
             tasks = [send(engine, value) for value in range(6)]
             await until(lambda: device.held == 3)
             assert engine.statistics().in_flight_batches == 3
@@ -335,8 +335,7 @@ class TestBatching:
             assert sizes == {8}
 
     async def test_a_more_urgent_request_is_served_first(self):
-        opening, device = latched(slots=1, contexts=1, max_rows=1)
-        async with opening as engine:
+        async with latched(slots=1, contexts=1, max_rows=1) as (engine, device):
             order = []
 
             async def caller(name, priority):
@@ -352,8 +351,7 @@ class TestBatching:
             assert order == ["first", "priority 2", "priority 1", "priority 0"]
 
     async def test_an_idle_engine_does_not_wait_for_its_delay(self):
-        opening, device = latched(max_delay=1.0)
-        async with opening as engine:
+        async with latched(max_delay=1.0) as (engine, device):
             task = send(engine, 1)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -362,8 +360,7 @@ class TestBatching:
             await task
 
     async def test_a_delay_fills_a_batch_while_another_is_in_flight(self):
-        opening, device = latched(contexts=2, max_delay=1.0, max_rows=3)
-        async with opening as engine:
+        async with latched(contexts=2, max_delay=1.0, max_rows=3) as (engine, device):
             first = send(engine, 0)
             await until(lambda: device.held)
             rest = []
@@ -378,8 +375,7 @@ class TestBatching:
             assert [task.result().batch_rows for task in rest] == [3, 3, 3]
 
     async def test_a_delay_ends_by_its_timer(self):
-        opening, device = latched(contexts=2, max_delay=0.0005)
-        async with opening as engine:
+        async with latched(contexts=2, max_delay=0.0005) as (engine, device):
             first = send(engine, 0)
             await until(lambda: device.held)
             second = send(engine, 1)
@@ -390,8 +386,7 @@ class TestBatching:
 
     async def test_the_delay_of_a_batch_does_not_slide_with_each_arrival(self):
         """The trap: a wait that restarts with each item never ends under a steady trickle."""
-        opening, device = latched(contexts=2, max_delay=0.002, max_rows=10**4)
-        async with opening as engine:
+        async with latched(contexts=2, max_delay=0.002, max_rows=10**4) as (engine, device):
             tasks = [send(engine, 0)]
             await until(lambda: device.held)
             async with asyncio.timeout(WAIT_S):
@@ -405,8 +400,7 @@ class TestBatching:
 
 class TestOverload:
     async def test_a_queue_filled_to_the_brim(self):
-        opening, device = latched(contexts=1, max_rows=2, max_queue_rows=4)
-        async with opening as engine:
+        async with latched(contexts=1, max_rows=2, max_queue_rows=4) as (engine, device):
             flying = send(engine, 0, 0)
             await until(lambda: device.held)
             queued = [send(engine, value, value) for value in (1, 2)]
@@ -421,8 +415,7 @@ class TestOverload:
             await engine.infer(rows(1))
 
     async def test_a_split_request_is_taken_whole_or_not_at_all(self):
-        opening, device = latched(contexts=1, max_rows=2, max_queue_rows=6)
-        async with opening as engine:
+        async with latched(contexts=1, max_rows=2, max_queue_rows=6) as (engine, device):
             flying, queued = send(engine, 0, 0), None
             await until(lambda: device.held)
             queued = send(engine, 1, 2)
@@ -434,8 +427,7 @@ class TestOverload:
             await asyncio.gather(flying, queued)
 
     async def test_a_timeout_of_zero_is_for_what_can_be_launched_at_once(self):
-        opening, device = latched(slots=1, contexts=1, max_rows=1)
-        async with opening as engine:
+        async with latched(slots=1, contexts=1, max_rows=1) as (engine, device):
             first = send(engine, 1)
             await until(lambda: device.held)
             first_alone = asyncio.create_task(engine.infer(rows(2), timeout=0))
@@ -464,8 +456,7 @@ class TestOverload:
             await engine.infer(rows(1), timeout=timeout)
 
     async def test_a_deadline_is_enforced_by_timer_while_queued_and_others_go_on(self):
-        opening, device = latched(contexts=1, slots=1)
-        async with opening as engine:
+        async with latched(contexts=1, slots=1) as (engine, device):
             flying = send(engine, 0, timeout=0.001)
             await until(lambda: device.held)
             hurried, patient = send(engine, 1, timeout=0.001), send(engine, 2)
@@ -476,8 +467,7 @@ class TestOverload:
             assert (answer(flying), answer(patient)) == ([0], [4])
 
     async def test_the_engines_default_timeout(self):
-        opening, device = latched(contexts=1, slots=1, timeout=0.001)
-        async with opening as engine:
+        async with latched(contexts=1, slots=1, timeout=0.001) as (engine, device):
             flying = send(engine, 0, timeout=WAIT_S)
             await until(lambda: device.held)
             with pytest.raises(DeadlineError):
@@ -490,8 +480,7 @@ class TestCancelling:
     @pytest.mark.parametrize("victims", [[1], [0, 2], [0, 1, 2, 3]])
     @pytest.mark.parametrize("where", ["queued", "in flight"])
     async def test_one_half_or_all_of_a_batch(self, where, victims):
-        opening, device = latched(contexts=1, slots=1)
-        async with opening as engine:
+        async with latched(contexts=1, slots=1) as (engine, device):
             blocker = send(engine, 9)
             await until(lambda: device.held)
             if where == "in flight":
@@ -520,8 +509,7 @@ class TestCancelling:
             assert statistics.rows == 1 + queued_rows, "what was cancelled in the queue must not be computed"
 
     async def test_cancelling_in_the_tick_of_the_answer(self):
-        opening, device = latched()
-        async with opening as engine:
+        async with latched() as (engine, device):
             victim, mate = send(engine, 1), send(engine, 2)
             await until(lambda: device.held)
             device.open()
@@ -551,8 +539,7 @@ class TestCancelling:
             assert (await future)["output"][:, 0].tolist() == [2, 4, 6, 8, 10]
 
     async def test_a_split_request_that_is_cancelled_at_once_leaves_nothing_queued(self):
-        opening, device = latched(contexts=1, slots=1, max_rows=2)
-        async with opening as engine:
+        async with latched(contexts=1, slots=1, max_rows=2) as (engine, device):
             future = engine.submit(rows(1, 2, 3, 4, 5))
             future.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -563,8 +550,7 @@ class TestCancelling:
             await engine.drain()
 
     async def test_cancelling_a_split_request_cancels_all_its_parts(self):
-        opening, device = latched(contexts=1, slots=1, max_rows=2)
-        async with opening as engine:
+        async with latched(contexts=1, slots=1, max_rows=2) as (engine, device):
             task = send(engine, *range(6))
             await until(lambda: device.held)
             task.cancel()
@@ -576,8 +562,7 @@ class TestCancelling:
             assert engine.statistics().cancelled == 3
 
     async def test_a_cancel_scope_of_anyio(self):
-        opening, device = latched()
-        async with opening as engine:
+        async with latched() as (engine, device):
             with anyio.move_on_after(0.001) as scope:
                 await engine.infer(rows(1))
             assert scope.cancelled_caught
@@ -585,8 +570,7 @@ class TestCancelling:
             assert engine.statistics().cancelled == 1
 
     async def test_a_coroutine_that_is_thrown_away_leaves_the_queue(self):
-        opening, device = latched(contexts=1, slots=1)
-        async with opening as engine:
+        async with latched(contexts=1, slots=1) as (engine, device):
             blocker = send(engine, 1)
             await until(lambda: device.held)
             forgotten = engine.infer(rows(2))
@@ -673,25 +657,23 @@ class TestClosing:
         assert engine.statistics().refused == 1
 
     async def test_what_is_queued_fails_and_what_is_in_flight_finishes(self):
-        opening, device = latched(contexts=1, slots=1)
-        engine = await opening
-        flying = send(engine, 1)
-        await until(lambda: device.held)
-        queued = [send(engine, value) for value in range(3)]
-        await asyncio.sleep(0)
-        closing = asyncio.create_task(engine.aclose())
-        async with asyncio.timeout(WAIT_S):
-            outcomes = await asyncio.gather(*queued, return_exceptions=True)
-            assert [type(outcome) for outcome in outcomes] == [EngineClosedError] * 3
-            assert not flying.done()
-            device.open()
-            await closing
-            await flying
-        assert answer(flying) == [2]
+        async with latched(contexts=1, slots=1) as (engine, device):
+            flying = send(engine, 1)
+            await until(lambda: device.held)
+            queued = [send(engine, value) for value in range(3)]
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(engine.aclose())
+            async with asyncio.timeout(WAIT_S):
+                outcomes = await asyncio.gather(*queued, return_exceptions=True)
+                assert [type(outcome) for outcome in outcomes] == [EngineClosedError] * 3
+                assert not flying.done()
+                device.open()
+                await closing
+                await flying
+            assert answer(flying) == [2]
 
     async def test_draining_answers_what_was_taken_and_refuses_the_rest(self):
-        opening, device = latched(contexts=1, slots=1, max_rows=1)
-        async with opening as engine:
+        async with latched(contexts=1, slots=1, max_rows=1) as (engine, device):
             tasks = [send(engine, value) for value in range(3)]
             await until(lambda: device.held)
             draining = asyncio.create_task(engine.drain())
@@ -707,8 +689,7 @@ class TestClosing:
             await engine.drain()
 
     async def test_draining_an_engine_whose_last_request_is_cancelled(self):
-        opening, device = latched(contexts=1, slots=1)
-        async with opening as engine:
+        async with latched(contexts=1, slots=1) as (engine, device):
             flying = send(engine, 1)
             await until(lambda: device.held)
             queued = send(engine, 2)
@@ -723,19 +704,18 @@ class TestClosing:
                 await flying
 
     async def test_being_cancelled_while_closing_closes_all_the_same(self):
-        opening, device = latched()
-        engine = await opening
-        task = send(engine, 1)
-        await until(lambda: device.held)
-        closing = asyncio.create_task(engine.aclose())
-        await asyncio.sleep(0)
-        closing.cancel()
-        await asyncio.sleep(0)
-        device.open()
-        await task
-        async with asyncio.timeout(WAIT_S):
-            await engine.aclose()
-        assert engine.statistics().state == "closed"
+        async with latched() as (engine, device):
+            task = send(engine, 1)
+            await until(lambda: device.held)
+            closing = asyncio.create_task(engine.aclose())
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.sleep(0)
+            device.open()
+            await task
+            async with asyncio.timeout(WAIT_S):
+                await engine.aclose()
+            assert engine.statistics().state == "closed"
 
     async def test_closing_inside_a_cancelled_scope(self):
         with anyio.CancelScope() as scope:
@@ -862,8 +842,7 @@ def test_on_trio():
 
 class TestStatistics:
     async def test_a_snapshot(self):
-        opening, device = latched(contexts=1, slots=1, max_rows=2)
-        async with opening as engine:
+        async with latched(contexts=1, slots=1, max_rows=2) as (engine, device):
             tasks = [send(engine, value) for value in range(5)]
             await until(lambda: device.held)
             before = engine.statistics()
@@ -933,8 +912,7 @@ class TestStatistics:
 
 class TestSubmit:
     async def test_what_is_wrong_with_the_call_is_raised_at_once(self):
-        opening, device = latched(max_rows=1, max_queue_rows=1)
-        async with opening as engine:
+        async with latched(max_rows=1, max_queue_rows=1) as (engine, device):
             with pytest.raises(InputError, match="float32"):
                 engine.submit(np.zeros((1, 4)))
             futures = [engine.submit(rows(number)) for number in range(1)]
@@ -944,8 +922,7 @@ class TestSubmit:
             await asyncio.gather(*futures)
 
     async def test_to_cancel_it_is_to_cancel_the_request(self):
-        opening, device = latched(max_rows=1, slots=1, contexts=1)
-        async with opening as engine:
+        async with latched(max_rows=1, slots=1, contexts=1) as (engine, device):
             flying, queued, last = [engine.submit(rows(value)) for value in (1, 2, 3)]
             await until(lambda: device.held == 1)
             assert queued.cancel()

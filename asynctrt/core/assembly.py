@@ -15,6 +15,7 @@ from asynctrt.backends.base import CapableModel, Model
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
+from asynctrt.core.description import Description
 from asynctrt.core.independence import alone_of, begin_on_host, is_alone, prove, structural
 from asynctrt.core.inputs import InputCheck
 from asynctrt.core.lengths import Found
@@ -216,6 +217,22 @@ class EngineParts:
         """How many batches compute side by side, by the largest number of rows for which this holds; empty on
         devices without lanes."""
         return self.calibration.lanes.by_rows(self.capacity.rows_max) if self.is_pipelined else {}
+
+    def described(self) -> Description:
+        """Return the facts about an engine with these parts."""
+        device, model, capacity = self.device, self.model, self.capacity
+        return Description(
+            model.name,
+            model.platform,
+            device.name,
+            model.inputs,
+            model.outputs,
+            capacity.rows_max,
+            capacity.contexts,
+            capacity.arenas or capacity.contexts,
+            device.unified,
+            self.batching,
+        )
 
     def calibrated(self, options: Options) -> "EngineParts":
         """Return these parts with the number of lanes from the options, or else with as many as pay off.

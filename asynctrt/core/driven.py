@@ -13,6 +13,7 @@ from threading import get_ident
 from typing import Any, Final, Protocol
 
 from asynctrt._util.validation import output_names, priority_of, timeout_ns_of
+from asynctrt.core.description import Description
 from asynctrt.core.inputs import InputCheck, Inputs, Outputs
 from asynctrt.core.splitting import SplitCall
 from asynctrt.engine import HOST, Engine
@@ -22,7 +23,8 @@ from asynctrt.options import Options
 from asynctrt.runtime.driver import Driver
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
-from asynctrt.tensors import InferResult
+from asynctrt.statistics import Batching
+from asynctrt.tensors import InferResult, TensorSpec
 
 NO_PRIORITY: Final = 0
 """The default, compared by identity: a 0 of another type or object takes the longer way."""
@@ -59,11 +61,10 @@ class RequestDriver(Protocol):
 class DrivenEngine(Engine):
     """An engine that checks requests and passes them to a driver.
 
-    :param driver: takes the checked requests.
-    :param check: checks the inputs of a call.
     :param limit: returns the rows that one batch of a key holds.
     :param rows_unsplit: up to this many rows are never split, whatever their key.
-    :param runs: the runs of the model's function, if the model is a function.
+    :param split: queues a call with more rows than a batch holds, in parts. It takes the arrays, their rows,
+        key, priority, timeout in ns and outputs; it raises ``InputError`` for more rows than the queue holds.
     :param plain: has a shorter way for plain requests: one row, without a deadline, priority or choice of
         outputs. Default: ``driver`` takes them like all others.
     """
@@ -72,21 +73,54 @@ class DrivenEngine(Engine):
         self,
         loop: asyncio.AbstractEventLoop,
         options: Options,
+        description: Description,
         *,
         driver: RequestDriver,
         check: InputCheck,
         limit: Callable[[BatchKey], int],
         rows_unsplit: int,
+        split: Callable[..., SplitCall],
         plain: Driver | None = None,
     ) -> None:
         super().__init__(loop, options)
+        self.description = description
+        """Its facts that do not change."""
         self._driver = driver
         self._check_of_inputs = check
         self._validate = check.validate
         self._limit = limit
         self._rows_unsplit = rows_unsplit
+        self._split = split
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
         self._plain = plain if self._timeout_ns is None else None
+
+    @property
+    def name(self) -> str:
+        return self.description.name
+
+    @property
+    def platform(self) -> str:
+        return self.description.platform
+
+    @property
+    def device_name(self) -> str:
+        return self.description.device_name
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self.description.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self.description.outputs
+
+    @property
+    def batching(self) -> Batching:
+        return self.description.batching
+
+    @property
+    def max_rows(self) -> int:
+        return self.description.max_rows
 
     async def infer(
         self,
@@ -99,19 +133,20 @@ class DrivenEngine(Engine):
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
-        if timeout is None and priority is NO_PRIORITY and outputs is HOST and limits_here() is None:
-            if rows == 1 and (plain := self._plain) is not None:
-                future = plain.submit_plain(arrays, key)
-                try:
-                    return await future
-                except (asyncio.CancelledError, GeneratorExit):
-                    plain.cancel_plain(future)
-                    raise
-                finally:
-                    del future  # An exception in it holds this frame.
-            queued = self._queue_unlimited(arrays, rows, key)
-        else:
-            queued = self._queue(arrays, rows, key, timeout, priority, outputs)
+        if (
+            (rows == 1 and timeout is None and priority is NO_PRIORITY and outputs is HOST)
+            and (plain := self._plain) is not None
+            and limits_here() is None
+        ):
+            future = plain.submit_plain(arrays, key)
+            try:
+                return await future
+            except (asyncio.CancelledError, GeneratorExit):
+                plain.cancel_plain(future)
+                raise
+            finally:
+                del future  # An exception in it holds this frame.
+        queued = self._queue(arrays, rows, key, timeout, priority, outputs)
         if isinstance(queued, SplitCall):
             return await queued.joined()
         try:
@@ -134,14 +169,15 @@ class DrivenEngine(Engine):
         arrays, rows, key = self._validate(inputs)
         future = _Answer(loop=self._loop)
         future.leave = future.request = None
-        if timeout is None and priority is NO_PRIORITY and outputs is HOST and limits_here() is None:
-            if rows == 1 and (plain := self._plain) is not None:
-                plain.submit_plain(arrays, key, future)
-                future.leave = plain.cancel_plain
-                return future
-            queued = self._queue_unlimited(arrays, rows, key, future)
-        else:
-            queued = self._queue(arrays, rows, key, timeout, priority, outputs, future)
+        if (
+            (rows == 1 and timeout is None and priority is NO_PRIORITY and outputs is HOST)
+            and (plain := self._plain) is not None
+            and limits_here() is None
+        ):
+            plain.submit_plain(arrays, key, future)
+            future.leave = plain.cancel_plain
+            return future
+        queued = self._queue(arrays, rows, key, timeout, priority, outputs, future)
         if isinstance(queued, SplitCall):
             return queued.begin(self._loop)
         future.leave, future.request = self._driver.cancel, queued
@@ -153,21 +189,6 @@ class DrivenEngine(Engine):
             self._state = "draining"
             self._driver.refuse(EngineClosedError(f"{self.name!r} is draining: send to another engine"))
         await self._driver.wait_idle()
-
-    @abstractmethod
-    def _split(
-        self,
-        arrays: tuple[Any, ...],
-        rows: int,
-        key: BatchKey,
-        priority: int,
-        timeout_ns: int | None,
-        outputs: frozenset[str] | None,
-    ) -> SplitCall:
-        """Queue a call with more rows than a batch holds, in parts.
-
-        :raises InputError: for more rows than the queue can ever hold.
-        """
 
     @abstractmethod
     def _key_on_device(self, key: BatchKey, rows: int) -> BatchKey:
@@ -186,7 +207,7 @@ class DrivenEngine(Engine):
         outputs: Outputs,
         future: "asyncio.Future[InferResult] | None" = None,
     ) -> Request | SplitCall:
-        """Queue a call that has limits, or asks for certain outputs, or may have to be split.
+        """Queue a call that is not plain.
 
         A split call is queued here, not in its task: an accepted call is answered even if the engine drains
         right away.
@@ -200,18 +221,6 @@ class DrivenEngine(Engine):
         if self._fits(rows, key):
             return self._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
         return self._split(arrays, rows, key, priority, timeout_ns, names)
-
-    def _queue_unlimited(
-        self,
-        arrays: tuple[Any, ...],
-        rows: int,
-        key: BatchKey,
-        future: "asyncio.Future[InferResult] | None" = None,
-    ) -> Request | SplitCall:
-        """Queue a call whose only limit is the default timeout."""
-        if self._fits(rows, key):
-            return self._driver.submit(arrays, rows, key, 0, self._timeout_ns, future)
-        return self._split(arrays, rows, key, 0, self._timeout_ns, None)
 
     def _fits(self, rows: int, key: BatchKey) -> bool:
         return rows <= self._rows_unsplit or rows <= self._limit(key)

@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
-from typing import Final, NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from asynctrt._util import clock
 from asynctrt.backends.base import CapableModel, Model
@@ -21,6 +21,7 @@ from asynctrt.core.lengths import Found, Lengths, advice
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError, describe
 from asynctrt.options import Options
+from asynctrt.runtime.contexts import UNDO_S
 from asynctrt.runtime.probe import (
     SIZE_TOLERANCE,
     Probe,
@@ -35,9 +36,6 @@ from asynctrt.runtime.probe import (
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.statistics import TRUSTED, Batching
 from asynctrt.tensors import Array
-
-CLOSE_S: Final = 0.1
-"""How long to wait for the streams of a trial to become idle, in seconds."""
 
 P = TypeVar("P", bound="Parts")
 
@@ -202,7 +200,7 @@ def closing_parts(parts: P) -> Iterator[P]:
     try:
         yield parts
     finally:
-        parts.close(CLOSE_S)
+        parts.close(UNDO_S)
 
 
 def _tried(

@@ -19,8 +19,7 @@ class Intake:
 
     :param check: the check of inputs, whose ``validate`` returns the argument of :meth:`submit`.
     :param device: the device that the batches run on.
-    :param rows_unsplit: up to this many rows are never split, whatever their key.
-    :param limit: returns the rows that one batch of a key holds.
+    :param fits: returns whether rows of a key fit one batch.
     """
 
     def __init__(
@@ -31,14 +30,12 @@ class Intake:
         check: InputCheck,
         pool: ContextPool,
         device: Device,
-        rows_unsplit: int,
-        limit: Callable[[BatchKey], int],
+        fits: Callable[[int, BatchKey], bool],
     ) -> None:
         self._driver = driver
         self._splitter = splitter
         self._pool = pool
-        self._rows_unsplit = rows_unsplit
-        self._limit = limit
+        self._fits = fits
         self.check = check
         self.device = device
 
@@ -52,7 +49,7 @@ class Intake:
         :returns: their request; ``None``, with nothing queued, if there are more rows than a batch holds.
         """
         arrays, rows, key = checked
-        if rows > self._rows_unsplit and rows > self._limit(key):
+        if not self._fits(rows, key):
             return None
         return self._driver.submit(arrays, rows, key, priority, timeout_ns, future)
 

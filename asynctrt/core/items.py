@@ -13,6 +13,7 @@ from asynctrt._util.loops import is_cancelled
 from asynctrt._util.validation import check_names
 from asynctrt.backends.function import own_error
 from asynctrt.errors import ExecutionError, InputError, OptionsError, copy_for, describe, show
+from asynctrt.scheduling.key import SHAPES_MAX
 from asynctrt.tensors import SHARED_NBYTES_MAX, Array, TensorSpec, as_numpy, has_masked, is_array
 
 PLAIN_KINDS: Final = "biufcUS"
@@ -188,7 +189,7 @@ class Groups:
                 self._found = {kind: found for kind, found in self._found.items() if found is not group}
 
     def _add(self, kind: Hashable) -> Group:
-        if self._keeps and len(self._found) >= 16 * GROUPS_MAX:
+        if self._keeps and len(self._found) >= SHAPES_MAX:
             self._found.clear()
         group = self._found[kind] = Group(kind, len(self._found) % GROUPS_MAX)
         return group

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Final
 
 from asynctrt._util import clock
 from asynctrt._util.loops import see_through_in_thread, wait_shielded
@@ -15,34 +15,26 @@ from asynctrt._util.validation import timeout_ns_of
 from asynctrt.core.assembly import EngineParts
 from asynctrt.core.driven import DrivenEngine
 from asynctrt.core.intake import Intake
-from asynctrt.core.splitting import SplitCall, Splitter
+from asynctrt.core.splitting import Splitter
 from asynctrt.engine import STREAM_END_S
 from asynctrt.errors import EngineClosedError, InputError, UsageError
 from asynctrt.options import Options
 from asynctrt.runtime.driver import Driver
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.statistics import (
-    Batching,
-    BatchStatistics,
-    BatchTrace,
-    Statistics,
-)
-from asynctrt.tensors import TensorSpec
+from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
 
 BUILD_END_S: Final = 10.0
 """How long closing an engine waits for contexts that are being built, in seconds. The build was cancelled,
 and ends once the session that it loads is there."""
 
 GIVE_BACK_S: Final = 30.0
-"""How long closing an engine waits until everything is given back, in seconds. While a kernel hangs, any CUDA
-call may wait for it: loading another kernel does, and holds up all calls of the process."""
+"""How long closing an engine waits until everything is given back, in seconds, and how long the exit of the
+interpreter waits for a late release that has begun. While a kernel hangs, any CUDA call may wait for it:
+loading another kernel does, and holds up all calls of the process."""
 
 ABANDONED_S: Final = 3600.0
 """How long each wait for abandoned batches lasts, in seconds."""
-
-EXIT_S: Final = 10.0
-"""How long the exit of the interpreter waits for a release that has begun: a library may wait for the GPU."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -79,13 +71,18 @@ class LocalEngine(DrivenEngine):
             bisects=options.idempotent,
             rows_first=rows_first,
         )
+        # The axis on which to join rows of an output, if a call was split.
+        self._axes = {} if rows_first else {spec.name: spec.axis for spec in model.outputs if spec.axis}
+        self._splitter = Splitter(driver, scheduler.limit, options.max_queue_rows, self._axes)
         super().__init__(
             loop,
             options,
+            parts.described(),
             driver=driver,
             check=check,
             limit=scheduler.limit,
             rows_unsplit=0 if parts.shapes.limit_varies else capacity.rows_max,
+            split=self._splitter.submit,
             plain=driver,
         )
         parts.divide_device(scheduler, options, loop, driver.pump_soon)
@@ -94,10 +91,6 @@ class LocalEngine(DrivenEngine):
         self._device, self._model, self._pool = device, model, pool
         self._capacity = capacity
         self._scheduler = scheduler
-        self._check = check
-        # The axis on which to join rows of an output, if a call was split.
-        self._axes = {} if rows_first else {spec.name: spec.axis for spec in model.outputs if spec.axis}
-        self._splitter = Splitter(driver, scheduler.limit, options.max_queue_rows, self._axes)
         self._opened_ns = clock.now_ns()
         padding = parts.padding
         if padding is not None and padding.is_default:
@@ -112,7 +105,7 @@ class LocalEngine(DrivenEngine):
 
     def __repr__(self) -> str:
         return (
-            f"<Engine {self._model.name!r} on {self._device.name} {self.state} "
+            f"<Engine {self.name!r} on {self.device_name} {self.state} "
             f"queued={self._scheduler.queue.requests} "
             f"in_flight={self._scheduler.in_flight}>"
         )
@@ -125,44 +118,15 @@ class LocalEngine(DrivenEngine):
         return "lost" if is_lost else "open"
 
     @property
-    def name(self) -> str:
-        return self._model.name
-
-    @property
-    def platform(self) -> str:
-        return self._model.platform
-
-    @property
-    def device_name(self) -> str:
-        return self._device.name
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._model.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._model.outputs
-
-    @property
-    def batching(self) -> Batching:
-        return self._parts.batching
-
-    @property
-    def max_rows(self) -> int:
-        return self._capacity.rows_max
-
-    @property
     def intake(self) -> Intake:
         """The entry point for a worker's rows, which are in memory that it shares with its front."""
         return Intake(
             driver=self._driver,
             splitter=self._splitter,
-            check=self._check,
+            check=self._check_of_inputs,
             pool=self._pool,
             device=self._device,
-            rows_unsplit=self._rows_unsplit,
-            limit=self._limit,
+            fits=self._fits,
         )
 
     def statistics(self) -> Statistics:
@@ -210,7 +174,7 @@ class LocalEngine(DrivenEngine):
                 rows: BatchStatistics(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
                 for rows, size in counters.by_rows.items()
             },
-            batching=self._parts.batching,
+            batching=self.batching,
             lane_rates=tuple([(rows, lanes, rate) for rows, lanes, rate in self._parts.calibration.rates]),
             specialised=tuple([made.statistics for made in tuple(self._pool.specialised.values())]),
         )
@@ -282,17 +246,6 @@ class LocalEngine(DrivenEngine):
             logger.error("%r: %d contexts were abandoned while they ran or were built", self, abandoned)
             _LateRelease(self._parts).start()
 
-    def _split(
-        self,
-        arrays: tuple[Any, ...],
-        rows: int,
-        key: BatchKey,
-        priority: int,
-        timeout_ns: int | None,
-        outputs: frozenset[str] | None,
-    ) -> SplitCall:
-        return self._splitter.submit(arrays, rows, key, priority, timeout_ns, outputs)
-
     def _busy_share(self, busy_ns: int) -> float:
         """Return the share of the time since the engine was opened that its arenas computed for it."""
         passed_ns = max(clock.now_ns() - self._opened_ns, 1) * self._capacity.arenas
@@ -348,4 +301,4 @@ class _LateRelease:
 
     def _let_end(self) -> None:
         self._is_exiting = True
-        self._releasing.acquire(timeout=EXIT_S)
+        self._releasing.acquire(timeout=GIVE_BACK_S)

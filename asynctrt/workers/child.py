@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -29,7 +30,6 @@ from asynctrt._util import clock
 from asynctrt._util.loops import in_thread
 from asynctrt._util.process import calm_gc, enter_worker, shorten_switch_interval
 from asynctrt.core.inputs import Checked
-from asynctrt.core.intake import Intake
 from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.core.local import LocalEngine
 from asynctrt.errors import (
@@ -55,7 +55,6 @@ from asynctrt.workers.messages import (
     Attach,
     Attached,
     Close,
-    Description,
     Detach,
     EngineCounts,
     Failed,
@@ -85,9 +84,6 @@ KNOWN: Final = {
 }
 """The error classes that the front also has."""
 
-EXIT_LOST: Final = 70
-"""The exit status of a worker whose device is lost."""
-
 IN_LARGE: Final = 1
 """The last word of an answer that lies in a separate block."""
 
@@ -110,7 +106,6 @@ class Work:
 
     __slots__ = (
         "_desk",
-        "_intake",
         "arrays",
         "id",
         "is_over",
@@ -127,7 +122,6 @@ class Work:
 
     def __init__(self, desk: "FrontSession", id_: int, where: Where, layout: GroupLayout) -> None:
         self._desk = desk
-        self._intake: Intake | None = None
         self.id = id_
         self.where = where
         self.layout = layout
@@ -142,11 +136,6 @@ class Work:
         self.shared: SharedRows | None = None
         """The payload of large rows, which batches may use in place."""
 
-    def queued(self, intake: Intake, request: Request) -> None:
-        """Record its request and the intake that took it."""
-        self._intake = intake
-        self.requests = (request,)
-
     def on_launch(self) -> None:
         """Mark the block as launched."""
         self._desk.words[self.word] = 1
@@ -160,8 +149,8 @@ class Work:
         self.is_over = True
         if self.task is not None:
             self.task.cancel()
-        elif self._intake is not None:
-            self._intake.cancel(self.requests[0])
+        elif self.requests:
+            self._desk.intake.cancel(self.requests[0])
 
     # The methods of a request's future that a driver calls.
 
@@ -213,7 +202,7 @@ class FrontSession:
         self._eventfds = [own, front]
         self.words = self._memory.words
         self._loop = loop
-        self._intake = engine.intake
+        self.intake = engine.intake
         self._lose = lose
         self._memory.close()
         ring_memory.close()
@@ -222,14 +211,14 @@ class FrontSession:
         self._sender = Sender(ring_memory, second, message.capacity, front)
         self._layouts = Layouts(engine.inputs, engine.outputs, places_outputs=engine.batching.is_on)
         self._runs_in_place = engine.has_plain_rows
-        self._check = self._intake.check.validate
-        self._checks_once = self._intake.check.looks_at_shapes_alone
+        self._check = self.intake.check.validate
+        self._checks_once = self.intake.check.looks_at_shapes_alone
         self._works: dict[int, Work] = {}
         self._large: dict[int, bytes | tuple[Work, InferResult, Placed]] = {}
         # Finished works whose blocks a batch may still read, each with its error, or `None` if its caller
         # left.
         self._leaving: list[tuple[Work, Exception | None]] = []
-        self._blocks = Blocks(loop, self._memory, self._intake, self._let_go_soon)
+        self._blocks = Blocks(loop, self._memory, self.intake, self._let_go_soon)
         self._publishes = False
         self._is_closed = False
         self.number = message.number
@@ -296,7 +285,7 @@ class FrontSession:
                 checked = self._check(arrays.inputs)
                 if self._checks_once:
                     arrays.checked = checked
-            request = self._intake.submit(work, checked, timeout_ns, priority)
+            request = self.intake.submit(work, checked, timeout_ns, priority)
             if request is None:
                 self._submit_split(work, checked, timeout_ns, priority)
                 return
@@ -304,13 +293,13 @@ class FrontSession:
             work.is_over = True
             self._failed(work, error)
             return
-        work.queued(self._intake, request)
+        work.requests = (request,)
         if layout.is_large and self._runs_in_place:
             request.payload = work.shared = self._blocks.rows(request.payload, layout, where)
 
     def _submit_split(self, work: Work, checked: Checked, timeout_ns: int | None, priority: int) -> None:
         """Submit a group with more rows than a batch holds."""
-        split = self._intake.submit_split(checked, timeout_ns, priority)
+        split = self.intake.submit_split(checked, timeout_ns, priority)
         work.on_launch()  # When each part is launched cannot be seen from here.
         work.task, work.requests = split.begin(self._loop), split.requests
         work.task.add_done_callback(partial(self._done, work))
@@ -433,14 +422,14 @@ class FrontSession:
 
     def _failed(self, work: Work, error: BaseException) -> None:
         """Answer with an error: its class, message and cause."""
-        cause = error.__cause__
+        cause = "" if error.__cause__ is None else "".join(traceback.format_exception(error.__cause__))
         text = json.dumps(
             {
                 "kind": _nearest(error).__name__,
                 "text": bounded(str(error)),
                 "predicted_s": getattr(error, "predicted_s", 0.0),
                 "notes": [bounded(str(note)) for note in getattr(error, "__notes__", [])],
-                "cause": "" if cause is None else bounded(_traceback_of(cause), TEXT_MAX),
+                "cause": bounded(cause, TEXT_MAX),
             }
         ).encode()
         offset, room = work.layout.room_for_text(work.where.rows)
@@ -537,7 +526,7 @@ class Worker:
             attached.publish()
         with suppress(OSError):
             send(self._end, Lost(describe(error)[:TEXT_MAX]), flags=socket.MSG_DONTWAIT)
-        os._exit(EXIT_LOST)
+        os._exit(os.EX_SOFTWARE)
 
     def _beat(self) -> None:
         now_ns = clock.now_ns()
@@ -628,28 +617,9 @@ async def _run(end: socket.socket, start: Start) -> None:
         os._exit(1)
     async with engine:
         worker = Worker(loop, engine, end)
-        statistics = engine.statistics()
         calm_gc()
-        send(
-            end,
-            Ready(
-                Description(
-                    engine.name,
-                    engine.platform,
-                    engine.device_name,
-                    engine.inputs,
-                    engine.outputs,
-                    engine.max_rows,
-                    statistics.contexts,
-                    statistics.parallel_batches,
-                    engine.intake.device.unified,
-                    engine.batching,
-                    digests,
-                    versions(),
-                ),
-                statistics,
-            ),
-        )
+        description = replace(engine.description, files=digests, versions=versions())
+        send(end, Ready(description, engine.statistics()))
         for message, fds in heard:
             worker.hear(message, fds)
         await worker.closing.wait()
@@ -684,10 +654,6 @@ def _sendable(error: Exception) -> Exception:
         is_known = False
     words = str(error) if is_known else describe(error)
     return _nearest(error)(words)
-
-
-def _traceback_of(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _nearest(error: BaseException) -> type[AsynctrtError]:

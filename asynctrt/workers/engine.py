@@ -5,10 +5,11 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from asynctrt._util.cgroup import memory_nbytes
 from asynctrt._util.loops import see_through_in_thread, wait_shielded
+from asynctrt.core.description import Description
 from asynctrt.core.driven import DrivenEngine
 from asynctrt.core.loading import ENGINE_NAME
 from asynctrt.core.padded_inputs import front_check
@@ -16,12 +17,12 @@ from asynctrt.engine import STREAM_END_S
 from asynctrt.errors import EngineClosedError, InputError
 from asynctrt.options import Options
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.statistics import Batching, Statistics, WorkerState
-from asynctrt.tensors import TensorSpec, too_many_rows
+from asynctrt.statistics import Statistics, WorkerState
+from asynctrt.tensors import too_many_rows
 from asynctrt.workers.front import Dispatcher
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
-from asynctrt.workers.messages import Description, Want
+from asynctrt.workers.messages import Want
 from asynctrt.workers.original import Original
 from asynctrt.workers.spawn import SPAWNER
 
@@ -49,20 +50,25 @@ class IsolatedEngine(DrivenEngine):
         memory: SharedMemory,
         links: list[Link],
     ) -> None:
-        front = Dispatcher(loop, description, options, memory, Heap(memory), links)
+        front = Dispatcher(loop, description, options, Heap(memory), links)
         for link in links:
             link.owner = front
+
+        def too_many(_: object, rows: int, *_args: object) -> NoReturn:
+            raise too_many_rows(rows, options.max_queue_rows)
+
         super().__init__(
             loop,
             options,
+            description,
             driver=front,
             check=front_check(description.name, description.inputs, description.outputs, options),
             limit=lambda _: description.max_rows,
             # The workers split what is larger than a batch.
             rows_unsplit=options.max_queue_rows,
+            split=too_many,
         )
         self._front = front
-        self._description = description
         self._memory = memory
         self._state = "open"
 
@@ -79,34 +85,9 @@ class IsolatedEngine(DrivenEngine):
         return "open" if any(link.state == "open" for link in self._front.links) else "restarting"
 
     @property
-    def name(self) -> str:
-        return self._description.name
-
-    @property
-    def platform(self) -> str:
-        return self._description.platform
-
-    @property
     def device_name(self) -> str:
         """The devices of the workers: ``cuda:0,cuda:1``."""
         return ",".join(link.device for link in self._front.links)
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._description.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._description.outputs
-
-    @property
-    def batching(self) -> Batching:
-        """Whether rows of different requests share batches, as determined by the workers."""
-        return self._description.batching
-
-    @property
-    def max_rows(self) -> int:
-        return self._description.max_rows
 
     @property
     def workers(self) -> tuple[WorkerState, ...]:
@@ -121,17 +102,6 @@ class IsolatedEngine(DrivenEngine):
             "outputs='device' would leave them in the worker process, out of your reach. Leave it out, "
             "or open the engine with isolation='none'"
         )
-
-    def _split(
-        self,
-        arrays: tuple[Any, ...],
-        rows: int,
-        key: BatchKey,
-        priority: int,
-        timeout_ns: int | None,
-        outputs: frozenset[str] | None,
-    ) -> NoReturn:
-        raise too_many_rows(rows, self._options.max_queue_rows)
 
     def statistics(self) -> Statistics:
         """Return the workers' latest batch statistics (at most 0.1 s old) and the front's request counts."""

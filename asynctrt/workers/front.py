@@ -18,6 +18,7 @@ from typing import Any, Final
 from asynctrt import errors
 from asynctrt._util import clock
 from asynctrt._util.forks import in_child
+from asynctrt.core.description import Description
 from asynctrt.errors import (
     AsynctrtError,
     DeadlineError,
@@ -44,8 +45,8 @@ from asynctrt.tensors import Array, BatchRecord, InferResult, restore_axes
 from asynctrt.workers.groups import PIECES, RequestGroup, formed
 from asynctrt.workers.layout import Layouts, Placed
 from asynctrt.workers.link import Link
-from asynctrt.workers.memory import KEPT_NBYTES, Heap, SharedMemory
-from asynctrt.workers.messages import Description, Kind
+from asynctrt.workers.memory import KEPT_NBYTES, Heap
+from asynctrt.workers.messages import Kind
 from asynctrt.workers.pace import Pace
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
@@ -95,7 +96,6 @@ class Dispatcher:
         loop: asyncio.AbstractEventLoop,
         description: Description,
         options: Options,
-        memory: SharedMemory,
         heap: Heap,
         links: Sequence[Link],
     ) -> None:
@@ -116,7 +116,7 @@ class Dispatcher:
         # Workers answer with rows first; callers get the model's own shapes.
         self._results = ResultMemory()
         self._moved = tuple(spec for spec in description.outputs if spec.axis != 0)
-        self._memory = memory
+        self._memory = heap.memory
         self._heap = heap
         self.links = links
         self._refusing: AsynctrtError | None = None
@@ -232,10 +232,7 @@ class Dispatcher:
     def fail_queued(self, why: EngineClosedError) -> None:
         """Refuse new requests, and fail those not yet launched. Launched ones continue."""
         self._refusing = self._closed = why
-        self._fail_all(self._pending, why)
-        self._pending.clear()
-        self._fail_groups(self._held, why)
-        self._held.clear()
+        self._fail_unsent(why)
         for link in self.links:
             for group in list(link.groups.values()):
                 if not self._memory.words[group.launched]:
@@ -249,16 +246,12 @@ class Dispatcher:
         if self._refusing is self.lost:
             self._refusing = why
         self.lost = why
-        self._fail_all(self._pending, why)
-        self._pending.clear()
-        self._fail_groups(self._held, why)
-        self._held.clear()
+        self._fail_unsent(why)
 
     def close(self) -> None:
         """Fail the remaining requests. The links must be closed first."""
         why = EngineClosedError(f"{self._description.name!r} is closed")
-        self._fail_all(self._pending, why)
-        self._fail_groups(self._held, why)
+        self._fail_unsent(why)
         for group in self._copying:
             self._fail_all(group.requests, why)  # Its block is not freed: a thread may still use it.
             group.left = 0
@@ -321,7 +314,7 @@ class Dispatcher:
     def _begin(self, group: RequestGroup) -> None:
         """Copy a group's rows into shared memory, here or in threads, and then send it."""
         try:
-            group.allocate(self._heap, self._memory)
+            group.allocate(self._heap)
         except MemoryError as error:
             self._fail_all(group.requests, QueueFullError(f"{error}. Retry later, or send less"))
             return
@@ -601,7 +594,11 @@ class Dispatcher:
                 group.free(self._heap)
                 continue
             if was_launched and not self._options.idempotent:
-                self._fail_groups([group], self._not_again(how))
+                why = DeviceLostError(
+                    f"the worker process of {self._description.name!r} {how} while it computed the request. "
+                    "It is not tried again, since the engine was opened with idempotent=False; others are"
+                )
+                self._fail_groups([group], why)
                 continue
             if was_launched and not self._restored(group):
                 continue
@@ -622,7 +619,7 @@ class Dispatcher:
         """Restore the original rows of a group; return False if no caller waits for them any more."""
         for request, error in group.restore(self._memory):
             self._fail_all([request], error)
-            group.left = len(group.waiting())
+        group.left = len(group.waiting())
         if not group.left:
             group.free(self._heap)
         return bool(group.left)
@@ -665,7 +662,7 @@ class Dispatcher:
         if len(group.requests) == 1:
             return [group]
         try:
-            singles = group.singles(self._heap, self._memory)
+            singles = group.singles(self._heap)
         except MemoryError:
             self._fail_groups([group], error)
             return []
@@ -688,12 +685,6 @@ class Dispatcher:
         )
         self._fail_groups([group], error)
 
-    def _not_again(self, how: str) -> DeviceLostError:
-        return DeviceLostError(
-            f"the worker process of {self._description.name!r} {how} while it computed the request. It is "
-            "not tried again, since the engine was opened with idempotent=False; others are"
-        )
-
     # The ways in which a request ends.
 
     def _expire(self, requests: Iterable[Request]) -> None:
@@ -711,6 +702,13 @@ class Dispatcher:
                 request.state = State.FAILED
                 self.counters.failed += 1
                 answer_error(request, copy_for(why))
+
+    def _fail_unsent(self, why: AsynctrtError) -> None:
+        """Fail the requests that no link has."""
+        self._fail_all(self._pending, why)
+        self._pending.clear()
+        self._fail_groups(self._held, why)
+        self._held.clear()
 
     def _fail_groups(self, groups: Iterable[RequestGroup], why: AsynctrtError) -> None:
         for group in list(groups):

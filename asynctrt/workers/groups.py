@@ -77,16 +77,17 @@ class RequestGroup:
     def __repr__(self) -> str:
         return f"<Group {self.number} requests={len(self.requests)} rows={self.rows} deaths={self.deaths}>"
 
-    def allocate(self, heap: Heap, memory: SharedMemory) -> None:
+    def allocate(self, heap: Heap) -> None:
         """Allocate a block.
 
         :raises MemoryError: if there is no room.
         """
         self.block = heap.allocate(self.nbytes)
         self.generation = heap.generation(self.block)
-        memory.words[self.launched] = 0
+        words = heap.memory.words
+        words[self.launched] = 0
         for at, size in enumerate(self.layout.symbols, start=self.block // 8 + SYMBOLS):
-            memory.words[at] = size
+            words[at] = size
 
     def free(self, heap: Heap) -> None:
         """Give its blocks back. Idempotent."""
@@ -176,34 +177,32 @@ class RequestGroup:
             source if request.state is QUEUED else ()
             for request, source in zip(self.requests, self.sources, strict=True)
         ]
-        refused = self.write(memory, payloads)
-        self.left = len(self.waiting())
-        return refused
+        return self.write(memory, payloads)
 
     def waiting(self) -> list[Request]:
         """Return the requests whose callers still wait."""
         return [request for request in self.requests if request.state is QUEUED]
 
-    def singles(self, heap: Heap, memory: SharedMemory) -> "list[RequestGroup]":
+    def singles(self, heap: Heap) -> "list[RequestGroup]":
         """Move each waiting request to a new group with its own block. The old block stays as it is.
 
         :raises MemoryError: if there is no room; then nothing has changed.
         """
         spans = spans_of(self.requests)
         sources = self.sources or self.requests
-        whole = self.arrays(memory).inputs
+        whole = self.arrays(heap.memory).inputs
         made: list[RequestGroup] = []
         try:
             for request, span, source in zip(self.requests, spans, sources, strict=True):
                 if request.state is not QUEUED:
                     continue
                 single = RequestGroup([request], self.layout)
-                single.allocate(heap, memory)
+                single.allocate(heap)
                 made.append(single)
                 single.deaths, single.hangs = self.deaths, self.hangs
                 if self.sources is not None:
                     single.sources = [source]
-                for name, view in single.arrays(memory).inputs.items():
+                for name, view in single.arrays(heap.memory).inputs.items():
                     view[...] = whole[name][span]
         except MemoryError:
             for single in made:

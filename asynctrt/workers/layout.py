@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from asynctrt.core.inputs import Checked
+from asynctrt.scheduling.key import SHAPES_MAX
 from asynctrt.tensors import Array, Dims, TensorSpec, varying_dims
 from asynctrt.workers.memory import ALIGNMENT, SharedMemory, align
 
@@ -152,8 +153,6 @@ def _dims(spec: TensorSpec, symbols: Mapping[str, int]) -> Dims:
 class Layouts:
     """The layouts of the known shapes, by the sizes of the dimensions that vary."""
 
-    KEPT = 4096
-
     def __init__(
         self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *, places_outputs: bool = True
     ) -> None:
@@ -169,7 +168,7 @@ class Layouts:
         """Return the layout for these sizes of the dimensions that vary."""
         known = self._known.get(sizes)
         if known is None:
-            if len(self._known) >= self.KEPT:
+            if len(self._known) >= SHAPES_MAX:
                 self._known.clear()
             symbols = dict(zip(self._names, sizes, strict=True))
             known = self._known[sizes] = GroupLayout(

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 from asynctrt._util import clock
 from asynctrt._util.forks import in_child
+from asynctrt.core.description import Description
 from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceUnavailableError, ModelError, copy_for
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
@@ -27,7 +28,6 @@ from asynctrt.workers.messages import (
     Attach,
     Attached,
     Close,
-    Description,
     EngineCounts,
     Failed,
     Kind,
@@ -426,7 +426,7 @@ class Link:
         self._changed.set()
         if candidate.limit is not None:
             candidate.limit.cancel()
-        how += _because(candidate)
+        how += "" if candidate.error is None else f": {candidate.error}"
         if candidate is self._spare:
             self._spare = None
             if self.state in ("open", "restarting"):
@@ -628,10 +628,6 @@ class Link:
 
 def _joined(one: Statistics | None, other: Statistics | None) -> Statistics | None:
     return one.joined(other) if one is not None and other is not None else one or other
-
-
-def _because(candidate: Candidate) -> str:
-    return "" if candidate.error is None else f": {candidate.error}"
 
 
 def _opening_error(candidate: Candidate, how: str) -> Exception:

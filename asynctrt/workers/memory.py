@@ -104,7 +104,7 @@ class Heap:
     """
 
     def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self._free: dict[int, list[int]] = {}
         # The sizes of large free blocks that have pages, by offset, longest free first.
         self._kept: dict[int, int] = {}
@@ -119,7 +119,7 @@ class Heap:
         self._origin = Origin()
 
     def __repr__(self) -> str:
-        return f"<Heap blocks={self.blocks} reached={self._end} of {self._memory.nbytes} bytes>"
+        return f"<Heap blocks={self.blocks} reached={self._end} of {self.memory.nbytes} bytes>"
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +138,7 @@ class Heap:
             offset = free.pop()
             self._kept_nbytes -= self._kept.pop(offset, 0)
             return offset
-        if not self.blocks and self._end + size > self._memory.nbytes:
+        if not self.blocks and self._end + size > self.memory.nbytes:
             self._free.clear()
             while self._kept:
                 self._return_oldest()
@@ -147,8 +147,8 @@ class Heap:
             self._returns_before = self._returns
             self._end = 0
         start = align(self._end, PAGE) if size >= PAGE else self._end
-        if start + size > self._memory.nbytes:
-            raise MemoryError(f"{size} more bytes than the {self._memory.nbytes} of shared memory")
+        if start + size > self.memory.nbytes:
+            raise MemoryError(f"{size} more bytes than the {self.memory.nbytes} of shared memory")
         self._end = start + size
         self.blocks += 1
         return start
@@ -179,8 +179,8 @@ class Heap:
         self._kept_nbytes -= size
         self._returns += 1
         self._returned[offset] = self._returns
-        if self._memory.fd >= 0:  # Otherwise all of it has been returned.
-            self._memory.buffer.madvise(mmap.MADV_REMOVE, offset, size // PAGE * PAGE)
+        if self.memory.fd >= 0:  # Otherwise all of it has been returned.
+            self.memory.buffer.madvise(mmap.MADV_REMOVE, offset, size // PAGE * PAGE)
 
 
 def rounded(nbytes: int) -> int:

@@ -16,9 +16,9 @@ from enum import IntEnum
 from typing import Any, Final
 
 from asynctrt._util.forks import in_child, seal
+from asynctrt.core.description import Description
 from asynctrt.options import Options
-from asynctrt.statistics import TRUSTED, Batching, Statistics
-from asynctrt.tensors import TensorSpec
+from asynctrt.statistics import Statistics
 from asynctrt.workers.tether import beyond_std
 
 MESSAGE_NBYTES_MAX: Final = 128 << 10
@@ -55,29 +55,6 @@ class Start:
     """The limit of its GPU memory; ``None`` for no limit."""
     level: int
     """The lowest level of log records sent to the front."""
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The facts about a worker's engine that its front needs."""
-
-    name: str
-    platform: str
-    device_name: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    max_rows: int
-    contexts: int
-    parallel_batches: int
-    """Batches that may compute side by side."""
-    is_unified: bool = True
-    """Whether its device uses the host's memory."""
-    batching: Batching = TRUSTED
-    """Whether rows of different requests share batches, and why."""
-    files: tuple[tuple[str, str], ...] = ()
-    """The model's files, each with the SHA-256 of the opened content."""
-    versions: tuple[tuple[str, str], ...] = ()
-    """The packages that it computes with, each with its version."""
 
 
 @dataclass(frozen=True, slots=True)

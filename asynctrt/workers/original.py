@@ -15,9 +15,9 @@ from typing import Final
 from asynctrt._util.files import is_there, open_regular
 from asynctrt._util.version import __version__
 from asynctrt.backends.onnx_objects import external_names
+from asynctrt.core.description import Description
 from asynctrt.core.loading import is_attribute
 from asynctrt.errors import ModelError
-from asynctrt.workers.messages import Description
 
 OPENING_S_MIN: Final = 20.0
 """The minimum time limit for a replacement worker to open the engine: files that were in memory at first may

@@ -49,8 +49,8 @@ def ring_nbytes(capacity: int) -> int:
     return align(HEADER_NBYTES + capacity * ENTRY.size)
 
 
-class Sender:
-    """The producer's end.
+class End:
+    """One end of a ring.
 
     :param start: the offset of the ring in the memory, in bytes.
     :param capacity: the number of its entries, a power of two.
@@ -62,16 +62,25 @@ class Sender:
         self._words = memory.words[start // 8 : start // 8 + HEADER_NBYTES // 8]
         self._first = start + HEADER_NBYTES
         self._capacity = capacity
-        self._eventfd = eventfd
+        self.eventfd = eventfd
         self._fence = Fence()
-        self._tail = 0
-        self._woken = 0
-        in_child(self, Sender._let_go)
+        in_child(self, End._let_go)
 
     def _let_go(self) -> None:
-        """Detach a forked child from the parent's ring: it must neither write to it nor wake the consumer."""
-        self._buffer, self._words = _private(self._first, self._capacity)
-        seal(self._eventfd)
+        """Detach a forked child from the parent's ring: it must neither use it nor wake the consumer."""
+        # Whatever it does from now on, it does to an empty ring in private memory.
+        self._buffer = bytearray(self._first + self._capacity * ENTRY.size)
+        self._words = memoryview(bytearray(HEADER_NBYTES)).cast("Q")
+        seal(self.eventfd)
+
+
+class Sender(End):
+    """The producer's end."""
+
+    def __init__(self, memory: SharedMemory, start: int, capacity: int, eventfd: int) -> None:
+        super().__init__(memory, start, capacity, eventfd)
+        self._tail = 0
+        self._woken = 0
 
     @property
     def room(self) -> int:
@@ -97,26 +106,15 @@ class Sender:
         turn = self._words[SLEEPS]
         if turn % 2 and turn != self._woken:
             self._woken = turn
-            os.eventfd_write(self._eventfd, 1)
+            os.eventfd_write(self.eventfd, 1)
 
 
-class Receiver:
-    """The consumer's end, with the same parameters as :class:`Sender`."""
+class Receiver(End):
+    """The consumer's end."""
 
     def __init__(self, memory: SharedMemory, start: int, capacity: int, eventfd: int) -> None:
-        self._buffer: mmap | bytearray = memory.buffer
-        self._words = memory.words[start // 8 : start // 8 + HEADER_NBYTES // 8]
-        self._first = start + HEADER_NBYTES
-        self._capacity = capacity
-        self.eventfd = eventfd
-        self._fence = Fence()
+        super().__init__(memory, start, capacity, eventfd)
         self._head = 0
-        in_child(self, Receiver._let_go)
-
-    def _let_go(self) -> None:
-        """Detach a forked child from the ring: the entries are the parent's."""
-        self._buffer, self._words = _private(self._first, self._capacity)
-        seal(self.eventfd)
 
     def take(self) -> Iterator[tuple[int, ...]]:
         """Iterate over the published entries. Each is taken before it is yielded."""
@@ -155,8 +153,3 @@ class Receiver:
     def beat(self, now_ns: int) -> None:
         """Show the producer that the event loop runs."""
         self._words[BEAT] = now_ns
-
-
-def _private(first: int, capacity: int) -> "tuple[bytearray, memoryview[int]]":
-    """Return an empty ring in private memory: its buffer, and its words."""
-    return bytearray(first + capacity * ENTRY.size), memoryview(bytearray(HEADER_NBYTES)).cast("Q")

@@ -107,6 +107,19 @@ def lost(outcomes):
     return all(type(outcome) is DeviceLostError for outcome in outcomes)
 
 
+async def hangs(engine, hanging):
+    """Send a row whose batch hangs; return its call once it does."""
+    call = send(engine, -1)
+    await until(lambda: hanging.hung)
+    return call
+
+
+async def is_given_up(call, skip):
+    """Let the batch_timeout pass, after which the call fails."""
+    skip(TIMEOUT_S + 1)
+    assert lost(await ends([call]))
+
+
 async def refuses(engine, says):
     """Whether every way in is closed at once, with the reason, and nothing is left inside."""
     async with asyncio.timeout(WAIT_S):
@@ -126,8 +139,7 @@ class TestABatchThatHangs:
     async def test_it_is_given_up_with_its_context_and_others_go_on(self, skip, hanging, caplog):
         async with opening(double_model(hanging, name="double")) as engine:
             with engine.tracing() as trace:
-                hung = send(engine, -1)
-                await until(lambda: hanging.hung)
+                hung = await hangs(engine, hanging)
                 assert await ends([send(engine, value) for value in range(10)]) == [2 * n for n in range(10)]
                 skip(TIMEOUT_S + 1)
                 (error,) = await ends([hung])
@@ -168,10 +180,8 @@ class TestABatchThatHangs:
         self, skip, hanging
     ):
         async with opening(double_model(hanging, name="double")) as engine:
-            hung = send(engine, -1)
-            await until(lambda: hanging.hung)
-            skip(TIMEOUT_S + 1)
-            assert lost(await ends([hung]))
+            hung = await hangs(engine, hanging)
+            await is_given_up(hung, skip)
             hanging.go.set()
             await until(lambda: "busy" not in repr(engine._pool.contexts[0].stream))
             await ticks()
@@ -201,8 +211,7 @@ class TestABatchThatHangs:
         async with opening(double_model(model, dims=dims)) as engine:
             hung = asyncio.create_task(engine.infer(rows(-1, dims=dims)))
             await until(lambda: model.hung)
-            skip(TIMEOUT_S + 1)
-            assert lost(await ends([hung]))
+            await is_given_up(hung, skip)
             assert (await engine.infer(rows(2, dims=dims)))["output"][0, -1] == 4
             model.go.set()
 
@@ -210,10 +219,8 @@ class TestABatchThatHangs:
 class TestAnArenaThatHangs:
     async def test_no_context_in_it_is_used_again(self, skip, hanging):
         async with opening(in_arenas(hanging), contexts=5, arenas=2) as engine:
-            hung = send(engine, -1)
-            await until(lambda: hanging.hung)
-            skip(TIMEOUT_S + 1)
-            assert lost(await ends([hung]))
+            hung = await hangs(engine, hanging)
+            await is_given_up(hung, skip)
             assert engine.statistics().contexts_quarantined == 3
             with engine.tracing() as trace:
                 assert await ends([send(engine, value) for value in range(20)]) == [2 * n for n in range(20)]
@@ -271,10 +278,8 @@ class TestAnArenaThatHangs:
         arenas = Arenas(device, 2)
         settings = {"device": device, "shared_arenas": arenas, "contexts": 2}
         async with opening(in_arenas(hanging), **settings) as one, opening(in_arenas(), **settings) as other:
-            hung = send(one, -1)
-            await until(lambda: hanging.hung)
-            skip(TIMEOUT_S + 1)
-            assert lost(await ends([hung]))
+            hung = await hangs(one, hanging)
+            await is_given_up(hung, skip)
             assert other.statistics().contexts_quarantined == 1
             for _ in range(3):
                 assert await ends([send(other, value) for value in range(5)]) == [0, 2, 4, 6, 8]
@@ -288,8 +293,7 @@ class TestAnArenaThatHangs:
         arenas = Arenas(device, 1)
         settings = {"device": device, "shared_arenas": arenas, "contexts": 1}
         async with opening(in_arenas(hanging), **settings) as one, opening(in_arenas(), **settings) as other:
-            hung = send(one, -1)
-            await until(lambda: hanging.hung)
+            hung = await hangs(one, hanging)
             behind = send(other, 1)
             await until(lambda: other.statistics().in_flight_batches == 1)
             skip(TIMEOUT_S + 1)
@@ -319,11 +323,9 @@ class TestWhenEverythingHangs:
         device = HostDevice(threads=4, in_place="never")
         arenas = Arenas(device, 1) if kind == "shared" else None
         engine = await opening(model, device, contexts=1, shared_arenas=arenas)
-        hung = send(engine, -1)
-        await until(lambda: hanging.hung)
+        hung = await hangs(engine, hanging)
         held_nbytes = device.memory().held_nbytes
-        skip(TIMEOUT_S + 1)
-        assert lost(await ends([hung]))
+        await is_given_up(hung, skip)
         async with asyncio.timeout(WAIT_S):
             await engine.aclose()
             await engine.aclose()
@@ -536,7 +538,7 @@ class TestADeviceThatIsLost:
             assert (statistics.cancelled, statistics.failed) == (2, 2)
             assert statistics.submitted == 4
 
-    @pytest.mark.parametrize("how", ["open", "held"])
+    @pytest.mark.parametrize("how", ["open", "release"])
     async def test_while_closing(self, device, make, how):
         engine = await opening(device.model(make), device, close_timeout=5)
         tasks = [send(engine, value) for value in range(2)]
@@ -545,27 +547,21 @@ class TestADeviceThatIsLost:
         await ticks()
         assert engine.state == "closing"
         device.lose()
-        if how == "open":
-            device.open()
-        else:
-            device.release()
+        getattr(device, how)()
         async with asyncio.timeout(WAIT_S):
             await closing
         assert lost(await ends(tasks))
         assert engine.state == "closed"
         device.open()
 
-    @pytest.mark.parametrize("how", ["open", "held"])
+    @pytest.mark.parametrize("how", ["open", "release"])
     async def test_closing_afterwards(self, device, make, how):
         """Whether what was on it has ended or not."""
         engine = await opening(device.model(make), device)
         tasks = [send(engine, value) for value in range(5)]
         await until(lambda: device.held == 2)
         device.lose()
-        if how == "open":
-            device.open()
-        else:
-            device.release()
+        getattr(device, how)()
         assert lost(await ends(tasks))
         async with asyncio.timeout(WAIT_S):
             await engine.aclose()

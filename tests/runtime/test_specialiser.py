@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -31,12 +32,15 @@ def path(tmp_path):
     return unnamed_output_onnx(tmp_path / "joined.onnx")
 
 
-def opened(model, **settings):
-    return asynctrt.open(
-        model,
-        device=in_place(),
-        **{"contexts": 2, "max_rows": 4, "graphs": (1, 2, 4), "lanes": 2, **settings},
-    )
+@asynccontextmanager
+async def opened(model, *, left=0, **settings):
+    """An engine; so many sessions of its model may be left when it is closed."""
+    settings = {"contexts": 2, "max_rows": 4, "graphs": (1, 2, 4), "lanes": 2, **settings}
+    try:
+        async with asynctrt.open(model, device=in_place(), **settings) as engine:
+            yield engine
+    finally:
+        assert model.alive == left
 
 
 async def check(engine, length, rows=1, value=1.0):
@@ -78,7 +82,6 @@ async def test_a_shape_that_recurs_runs_in_contexts_of_its_own(path, caplog):
         await check(engine, 7, rows=3)
         assert sum(len(session.runs) for session in general) == sum(runs) + 1, "another shape is not"
         assert sum("a shape that recurs" in record.getMessage() for record in caplog.records) == 1
-    assert model.alive == 0
 
 
 async def test_where_batches_compute_in_turn_contexts_share_what_was_built(path):
@@ -88,7 +91,6 @@ async def test_where_batches_compute_in_turn_contexts_share_what_was_built(path)
         assert model.alive == 4 + 1 + 3
         for number in range(40):
             await asyncio.gather(*(check(engine, 3, 1 + n % 4, number + n) for n in range(9)))
-    assert model.alive == 0
 
 
 async def test_until_then_batches_have_few_sizes(path):
@@ -160,7 +162,6 @@ async def test_requests_are_answered_while_contexts_are_built(path):
         assert model.told == 1, "one shape is built for at a time"
         go.set()
         await until(engine, lambda: shapes_of(engine))
-    assert model.alive == 0
 
 
 async def test_an_engine_that_is_closed_while_it_builds_leaves_nothing(path):
@@ -168,7 +169,6 @@ async def test_an_engine_that_is_closed_while_it_builds_leaves_nothing(path):
     async with opened(model) as engine:
         await until(engine, begun.is_set)
         asyncio.get_running_loop().call_later(0.05, go.set)
-    assert model.alive == 0
     assert not [thread for thread in threading.enumerate() if "specialise" in thread.name]
 
 
@@ -186,22 +186,20 @@ async def test_an_engine_that_is_closed_waits_for_what_is_being_built(path, monk
     async with opened(model) as engine:
         await until(engine, begun.is_set)
         asyncio.get_running_loop().call_later(4 * STREAM_END_S, go.set)
-    assert model.alive == 0
 
 
 async def test_a_model_is_not_closed_while_anything_is_built_of_it(path, monkeypatch, caplog):
     monkeypatch.setattr(local, "BUILD_END_S", 0.01)
     model, begun, go = held(path)
-    async with opened(model) as engine:
-        owned, closed = model, threading.Event()
+    async with opened(model, left=1) as engine:  # The reference.
+        closed = threading.Event()
         engine._parts = replace(engine._parts, owned=(SimpleNamespace(close=closed.set),))
         await until(engine, begun.is_set)
     assert not closed.is_set()
-    assert owned.alive == 1, "the reference"
     assert "1 contexts were abandoned" in caplog.text
     go.set()
     assert await asyncio.to_thread(closed.wait, WAIT_S)
-    assert owned.alive == 0
+    assert model.alive == 0
 
 
 @pytest.mark.parametrize(
@@ -237,7 +235,6 @@ async def test_what_cannot_be_built_is_not_tried_for_ever(path, way, said, caplo
         assert said in found[0]
         assert "nor will other shapes" in found[-1]
         assert model.alive == 2
-    assert model.alive == 0
 
 
 async def test_shapes_are_bounded_and_what_is_rare_gives_way(path):
@@ -252,7 +249,6 @@ async def test_shapes_are_bounded_and_what_is_rare_gives_way(path):
         assert engine._device.memory().held_nbytes < 2 * held, "what gave way was freed"
         for length in range(1, 12):
             await asyncio.gather(*(check(engine, length, 1 + n % 4, n) for n in range(6)))
-    assert model.alive == 0
 
 
 async def test_shapes_are_built_one_after_the_other_but_take_another_s_place_only_after_a_rest(
@@ -267,7 +263,6 @@ async def test_shapes_are_built_one_after_the_other_but_take_another_s_place_onl
         for _ in range(20 * OFTEN):
             await check(engine, 9)
         assert model.told == told
-    assert model.alive == 0
 
 
 async def test_a_rare_shape_gives_way_if_there_is_no_room_for_a_frequent_one(path):
@@ -277,7 +272,6 @@ async def test_a_rare_shape_gives_way_if_there_is_no_room_for_a_frequent_one(pat
         await until(engine, lambda: shapes_of(engine) == {"length=4"}, length=4)
         assert model.told == 6 + 1 + 6
         await check(engine, 3)
-    assert model.alive == 0
 
 
 async def test_a_shape_that_was_refused_is_not_tried_again(path, caplog):
@@ -290,7 +284,6 @@ async def test_a_shape_that_was_refused_is_not_tried_again(path, caplog):
             await check(engine, 3)
         assert model.told == told
         await until(engine, lambda: shapes_of(engine) == {"length=4"}, length=4)
-    assert model.alive == 0
 
 
 async def test_nothing_is_built_for_shapes_that_are_ever_new(path):
@@ -311,7 +304,6 @@ async def test_shapes_that_are_named_are_ready_when_the_engine_opens(tmp_path):
         answer = await engine.infer(np.ones((3, 3, 64, 32), np.float32))
         assert answer["output0"].shape == (3, 6, 8)
         assert len(model.sessions[0].runs) + len(model.sessions[1].runs) == ran
-    assert model.alive == 0
 
 
 async def test_a_shape_that_is_named_and_cannot_be_built_for_runs_like_any_other(path, caplog):
@@ -326,8 +318,7 @@ async def test_a_shape_that_is_named_and_cannot_be_built_for_runs_like_any_other
 async def test_a_shape_that_the_model_does_not_take(path, shape):
     model = SpecialisedSessions(path)
     with pytest.raises(OptionsError, match="shapes names"):
-        await opened(model, onnx={"shapes": shape})
-    assert model.alive == 0
+        await opened(model, onnx={"shapes": shape}).__aenter__()
 
 
 async def test_a_model_that_gains_nothing_is_warned_of(tmp_path, caplog):
@@ -384,7 +375,6 @@ async def test_lengths_that_are_padded_get_contexts_of_their_own(tmp_path):
         assert [len(session.runs) for session in model.sessions[:2]] == general
         for one, answer in zip(sent * 3, answers, strict=True):
             np.testing.assert_allclose(answer["output"], alone.run(None, one)[0], atol=1e-5)
-    assert model.alive == 0
 
 
 def noted(recurring, *shapes):

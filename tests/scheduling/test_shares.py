@@ -69,20 +69,17 @@ def test_what_a_batch_took_is_charged_in_the_end(shares):
     assert ours.share.used_ns == 9 * MS
 
 
-def test_of_what_computes_at_once_each_is_charged_its_part(shares):
-    ours, theirs = Member(shares, overlaps=True), Member(shares, overlaps=True)
-    a, b = ours.launch(0), theirs.launch(0)
-    ours.end(a, 8, 8)
-    theirs.end(b, 10, 10)
-    assert (ours.share.used_ns, theirs.share.used_ns) == (4 * MS, 10 * MS)
-
-
-def test_of_what_computes_at_once_each_is_charged_what_is_usual(shares):
-    ours, theirs = Member(shares, overlaps=True), Member(shares, overlaps=True)
-    a, b = ours.launch(0, 1), theirs.launch(0, 7)
-    ours.end(a, 8, 8)  # It waited for the other.
-    theirs.end(b, 8, 8)
-    assert (ours.share.used_ns, theirs.share.used_ns) == (1 * MS, 7 * MS)
+@pytest.mark.parametrize(
+    ("usual", "took", "charged"),
+    [((0, 0), (8, 10), (4, 10)), ((1, 7), (8, 8), (1, 7))],
+    ids=["its part", "what is usual"],  # In the second, ours waited for theirs.
+)
+def test_of_what_computes_at_once_each_is_charged(shares, usual, took, charged):
+    both = [Member(shares, overlaps=True) for _ in range(2)]
+    batches = [one.launch(0, usual_ms) for one, usual_ms in zip(both, usual, strict=True)]
+    for one, batch, took_ms in zip(both, batches, took, strict=True):
+        one.end(batch, took_ms, took_ms)
+    assert [one.share.used_ns for one in both] == [charged_ms * MS for charged_ms in charged]
 
 
 def test_what_is_usual_was_measured_when_the_engine_opened_or_is_what_batches_take():
@@ -121,8 +118,11 @@ def test_nobody_is_held_for_one_who_wants_nothing(shares):
     assert not ours.is_held(0)
 
 
-def test_nothing_is_saved_up_while_there_is_nothing_to_do(shares):
+@pytest.mark.parametrize("had_callers", [False, True])
+def test_nothing_is_saved_up_while_there_is_nothing_to_do(shares, had_callers):
+    """Whether there never was anything, or its callers have gone."""
     ours, theirs = Member(shares), Member(shares)
+    assert not had_callers or not theirs.is_held(0)
     theirs.has_work = False
     for step in range(100):
         ours.end(ours.launch(10 * step, 10), 10 * step + 10, 10)
@@ -131,19 +131,6 @@ def test_nothing_is_saved_up_while_there_is_nothing_to_do(shares):
     theirs.launch(1000, 10)
     theirs.launch(1000, 10)
     assert not ours.is_held(1000), "it would wait for a second that the other one did not ask for"
-
-
-def test_one_whose_queue_empties_saves_nothing_up_either(shares):
-    ours, theirs = Member(shares), Member(shares)
-    assert not theirs.is_held(0)
-    theirs.has_work = False  # Its callers have gone.
-    for step in range(100):
-        ours.end(ours.launch(10 * step, 10), 10 * step + 10, 10)
-    theirs.has_work = True
-    assert not theirs.is_held(1000)
-    theirs.launch(1000, 10)
-    theirs.launch(1000, 10)
-    assert not ours.is_held(1000)
 
 
 def test_what_was_computed_before_the_device_was_idle_is_forgotten(shares):

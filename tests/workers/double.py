@@ -8,9 +8,10 @@ import numpy as np
 
 import asynctrt
 from asynctrt._util import clock
+from asynctrt.core.description import Description
 from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layouts
 from asynctrt.workers.memory import SharedMemory
-from asynctrt.workers.messages import Attach, Attached, Close, Description, Kind, Ready
+from asynctrt.workers.messages import Attach, Attached, Close, Kind, Ready
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from asynctrt.workers.spawn import SPAWNER
 from tests.helpers import WAIT_S

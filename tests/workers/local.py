@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import asynctrt
 from asynctrt.workers.child import FrontSession
-from asynctrt.workers.messages import Attach, Attached, Close, Description, Ready
+from asynctrt.workers.messages import Attach, Attached, Close, Ready
 from asynctrt.workers.spawn import SPAWNER
 from tests.helpers import WAIT_S
 
@@ -22,16 +22,7 @@ class Worker:
         self.served = None
 
     def say_ready(self):
-        engine, counts = self.engine, self.engine.statistics()
-        self.hear(
-            Ready(
-                Description(
-                    *(engine.name, engine.platform, "host", engine.inputs, engine.outputs, engine.max_rows),
-                    *(counts.contexts, counts.parallel_batches, engine.intake.device.unified),
-                ),
-                counts,
-            )
-        )
+        self.hear(Ready(self.engine.description, self.engine.statistics()))
 
     def send(self, message, fds=()):
         if isinstance(message, Attach):

@@ -50,33 +50,32 @@ def test_there_is_a_group_for_each_batch_that_can_compute_meanwhile(requests, pa
 
 
 @pytest.fixture
-def memory():
-    made = SharedMemory.create(1 << 20)
-    yield made
-    made.close()
+def heap():
+    memory = SharedMemory.create(1 << 20)
+    yield Heap(memory)
+    memory.close()
 
 
-def test_each_who_still_waits_has_its_rows_in_a_group_of_its_own(memory):
-    heap = Heap(memory)
+def test_each_who_still_waits_has_its_rows_in_a_group_of_its_own(heap):
     requests = [request(count, value) for value, count in enumerate((1, 3, 2, 1, 4), start=1)]
     group = RequestGroup(requests, LAYOUT)
-    group.allocate(heap, memory)
-    group.write(memory, [request.payload for request in group.requests])
+    group.allocate(heap)
+    group.write(heap.memory, [request.payload for request in group.requests])
     group.deaths, group.hangs = 2, True
-    memory.words[group.block // 8 + LAUNCHED] = 1
+    heap.memory.words[group.block // 8 + LAUNCHED] = 1
     requests[1].state = State.CANCELLED
-    singles = group.singles(heap, memory)
+    singles = group.singles(heap)
     assert (group.requests, group.left) == ([], 0)
     group.free(heap)
     assert [single.requests for single in singles] == [[one] for one in (requests[0], *requests[2:])]
     for single in singles:
         (one,) = single.requests
-        rows = single.layout.arrays(memory, single.block, single.rows).inputs["x"]
+        rows = single.layout.arrays(heap.memory, single.block, single.rows).inputs["x"]
         assert rows.shape == (one.rows, 2)
         assert (rows == 1 + requests.index(one)).all()
         assert one.payload is single
         assert (single.deaths, single.hangs, single.left) == (2, True, 1)
-        assert memory.words[single.block // 8 + LAUNCHED] == 0
+        assert heap.memory.words[single.block // 8 + LAUNCHED] == 0
     assert heap.blocks == 4
     for single in singles:
         single.free(heap)
@@ -84,13 +83,12 @@ def test_each_who_still_waits_has_its_rows_in_a_group_of_its_own(memory):
     assert heap.blocks == 0
 
 
-def test_a_block_that_is_used_again_was_not_launched(memory):
-    heap = Heap(memory)
+def test_a_block_that_is_used_again_was_not_launched(heap):
     group = RequestGroup([request()], LAYOUT)
     for _ in range(2):
-        group.allocate(heap, memory)
-        assert memory.words[group.block // 8 + LAUNCHED] == 0
-        memory.words[group.block // 8 + LAUNCHED] = 1
+        group.allocate(heap)
+        assert heap.memory.words[group.block // 8 + LAUNCHED] == 0
+        heap.memory.words[group.block // 8 + LAUNCHED] = 1
         group.free(heap)
     assert heap.blocks == 0
 
@@ -100,38 +98,37 @@ def test_without_room_for_all_of_them_nothing_changes():
     heap = Heap(memory)
     requests = [request(200, value) for value in (1, 2)]
     group = RequestGroup(requests, LAYOUT)
-    group.allocate(heap, memory)
+    group.allocate(heap)
     group.write(memory, [request.payload for request in group.requests])
     with pytest.raises(MemoryError):
-        group.singles(heap, memory)
+        group.singles(heap)
     assert heap.blocks == 1
     assert group.block >= 0
     memory.close()
 
 
-def test_rows_that_cannot_be_copied_are_told_apart(memory):
+def test_rows_that_cannot_be_copied_are_told_apart(heap):
     """What runs in their place are the rows of another: not what lay in the block before."""
-    heap = Heap(memory)
     requests = [request(count, count) for count in (2, 1, 3)]
     group = RequestGroup(requests, LAYOUT)
-    group.allocate(heap, memory)
-    (view,) = LAYOUT.arrays(memory, group.block, group.rows).inputs.values()
+    group.allocate(heap)
+    (view,) = LAYOUT.arrays(heap.memory, group.block, group.rows).inputs.values()
     for wrong, left in (((1,), 3), ((0, 2), 1), ((0, 1, 2), None)):
         view[...] = 77
         payloads = [request.payload for request in requests]
         for number in wrong:
             payloads[number] = (np.ones((1, 3), np.float32),)
-        refused = group.write(memory, payloads)
+        refused = group.write(heap.memory, payloads)
         assert [one for one, _ in refused] == [requests[number] for number in wrong]
         assert all("Leave arrays alone" in str(error) for _, error in refused)
         assert left is None or (view == 77).sum() == 0
         if left is not None:
             assert (view[spans_of(requests)[wrong[0]].start] == left).all()
-    assert group.write(memory, [request.payload for request in requests]) == []
+    assert group.write(heap.memory, [request.payload for request in requests]) == []
     assert view[:, 0].tolist() == [2, 2, 1, 3, 3, 3]
     # As many rows as before, of which one would be taken for another caller's.
     payloads = [(np.full((count, *view.shape[1:]), count, np.float32),) for count in (3, 1, 2)]
-    refused = group.write(memory, payloads)
+    refused = group.write(heap.memory, payloads)
     assert [one for one, _ in refused] == [requests[0], requests[2]]
     assert (view[2] == 1).all()
 
@@ -145,7 +142,7 @@ def test_a_group_says_which_pages_its_block_has(monkeypatch):
     group = RequestGroup([request()], Layouts(spec, spec).of_sizes(()))
     seen = []
     for _ in range(2):
-        group.allocate(heap, memory)
+        group.allocate(heap)
         seen.append((group.block, group.generation))
         group.free(heap)
     assert seen[0][0] == seen[1][0]

@@ -8,12 +8,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from asynctrt.backends import onnx_objects
+from asynctrt.core.description import Description
 from asynctrt.errors import ModelError
 from asynctrt.plans.building import read_source
 from asynctrt.statistics import Batching
 from asynctrt.tensors import TensorSpec
 from asynctrt.workers import original
-from asynctrt.workers.messages import Description
 from asynctrt.workers.original import Original, check_unchanged, difference, digests_of, files_of, marks_of
 from tests.models import double_onnx
 

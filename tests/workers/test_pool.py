@@ -13,7 +13,6 @@ from asynctrt.workers.messages import (
     ATTACH_FDS,
     Attach,
     Close,
-    Description,
     Detach,
     Failed,
     From,
@@ -69,49 +68,34 @@ class Process:
 
 async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_of_others(monkeypatch):
     """Where the parent has none left, the kernel drops those that it was sent."""
-    process, hears = Process(), []
-
-    async def start(_want, hear, _died):
-        hears.append(hear)
-        return process
-
-    monkeypatch.setattr(pool_module, "start_worker", start)
-    pool = WorkerPool(asyncio.get_running_loop())
-    ends = [channel() for _ in range(2)]
-    for number, (own, _) in enumerate(ends):
-        pool.add(number, Outbox(asyncio.get_running_loop(), own))
-        pool.hear(number, To(1, Want("kind", "host", asynctrt.Options(), place="")), [])
-    async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
-        while not hears:
-            await asyncio.sleep(0)
-        one = engine.statistics()
-        described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
-    hears[0](Ready(described, one))
+    started = Started(monkeypatch, fronts=2)
+    await started.say_ready(0)
     for number, count in ((0, ATTACH_FDS), (1, ATTACH_FDS - 1)):
-        pool.hear(
-            number, To(1, Attach(4096, 4096, 0, 4)), [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
-        )
-    assert [(type(message), fds) for message, fds in process.told] == [(Attach, ATTACH_FDS), (Detach, 0)]
-    heard = [
-        [await asyncio.to_thread(receive, its) for _ in range(1 + number)]
-        for number, (_, its) in enumerate(ends)
-    ]
-    assert isinstance(heard[1][-1][0], Gone)
-    assert "ulimit -n" in heard[1][-1][0].how
-    for number, (own, its) in enumerate(ends):
-        pool.remove(number)
-        own.close()
-        its.close()
+        fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+        started.pool.hear(number, To(1, Attach(4096, 4096, 0, 4)), fds)
+    told = started.processes[0].told
+    assert [(type(message), fds) for message, fds in told] == [(Attach, ATTACH_FDS), (Detach, 0)]
+    heard = [receive(started.ends[1][1])[0] for _ in range(2)]
+    assert isinstance(heard[1], Gone)
+    assert "ulimit -n" in heard[1].how
+    for number in (0, 1):
+        started.gone(number)
 
 
 class Started:
-    """A pool whose workers are no processes."""
+    """A pool whose workers are no processes, and fronts that want one.
 
-    def __init__(self, monkeypatch):
+    :param settings: of the engine that they want.
+    """
+
+    def __init__(self, monkeypatch, fronts, **settings):
         self.processes, self.hears, self.deaths = [], [], []
         self.ends = {}
         monkeypatch.setattr(pool_module, "start_worker", self._start)
         self.pool = WorkerPool(asyncio.get_running_loop())
+        self.settings = settings
+        for number in range(fronts):
+            self.front(number)
 
     async def _start(self, _want, hear, died):
         self.processes.append(Process())
@@ -119,27 +103,28 @@ class Started:
         self.deaths.append(died)
         return self.processes[-1]
 
-    def front(self, number):
+    def front(self, number, *places):
         own, its = self.ends[number] = channel()
         its.settimeout(0)
         self.pool.add(number, Outbox(asyncio.get_running_loop(), own))
+        for ticket, place in enumerate(places or [""], start=1):
+            self.want(number, ticket, place)
 
     def gone(self, number):
         self.pool.remove(number)
         for end in self.ends.pop(number):
             end.close()
 
-    def want(self, number, ticket=1, place="", **settings):
-        wanted = Want("kind", "host", asynctrt.Options(**settings), place)
+    def want(self, number, ticket, place=""):
+        wanted = Want("kind", "host", asynctrt.Options(**self.settings), place)
         self.pool.hear(number, To(ticket, wanted), [])
 
     async def say_ready(self, *numbers):
         async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
-            one = engine.statistics()
-            described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
+            ready = Ready(engine.description, engine.statistics())
         for number in numbers:
             await until(lambda number=number: len(self.hears) > number)
-            self.hears[number](Ready(described, one))
+            self.hears[number](ready)
 
     def closed(self):
         """Which workers were closed."""
@@ -152,36 +137,30 @@ class Started:
 
 async def test_workers_of_one_model_on_one_device_are_shared_each_with_its_own_kind(monkeypatch):
     """Two workers on one device, or two names of one model, differ in nothing but their places."""
-    started = Started(monkeypatch)
+    started = Started(monkeypatch, fronts=0, isolation="spare")
     for number in (0, 1):
-        started.front(number)
-        for ticket, place in enumerate(("a, worker 0", "a, worker 1", "b, worker 0")):
-            started.want(number, ticket, place=place, isolation="spare")
+        started.front(number, "a, worker 0", "a, worker 1", "b, worker 0")
     await started.say_ready(0, 1, 2)
     await until(lambda: len(started.processes) == 6)  # Each has a spare.
     for _, its in started.ends.values():
         heard = [receive(its)[0] for _ in range(3)]
         assert [(message.ticket, type(message.message)) for message in heard] == [
-            (ticket, Ready) for ticket in range(3)
+            (ticket, Ready) for ticket in (1, 2, 3)
         ]
     for number in (0, 1):
-        started.pool.hear(number, To(1, Close()), [])
+        started.pool.hear(number, To(2, Close()), [])
     assert started.closed() == [1]
     for number in (0, 1):
         started.gone(number)
 
 
 async def test_a_worker_is_kept_for_fronts_that_take_the_places_of_all_that_died(monkeypatch):
-    started = Started(monkeypatch)
-    for number in (0, 1):
-        started.front(number)
-        started.want(number, isolation="spare")
+    started = Started(monkeypatch, fronts=2, isolation="spare")
     await started.say_ready(0, 1)
     for number in (0, 1):
         started.gone(number)
     for number in (0, 1):
         started.front(number)
-        started.want(number, isolation="spare")
     for _, its in started.ends.values():
         heard, _ = receive(its)
         assert isinstance(heard.message, Ready)
@@ -193,54 +172,47 @@ async def test_a_worker_is_kept_for_fronts_that_take_the_places_of_all_that_died
     started.gone(1)
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["worker and spare", "spare alone"])
-async def test_what_new_fronts_do_not_want_is_closed(monkeypatch, dies):
-    started = Started(monkeypatch)
-    started.front(0)
-    started.want(0, isolation="spare")
+@pytest.fixture(params=[False, True], ids=["worker and spare", "spare alone"])
+async def left(request, monkeypatch):
+    """A pool without fronts, and the numbers of the workers that the last one has left there."""
+    started = Started(monkeypatch, fronts=1, isolation="spare")
     await started.say_ready(0, 1)
-    if dies:
+    if request.param:
         started.deaths[0]("ended by SIGKILL")
     started.gone(0)
-    started.front(0)
-    started.want(0, place="of another model", isolation="spare")
+    return started, [1] if request.param else [0, 1]
+
+
+async def test_what_new_fronts_do_not_want_is_closed(left):
+    started, unused = left
+    started.front(0, "of another model")
     await started.say_ready(2, 3)
     started.pool.close_unused()
-    assert started.closed() == ([1] if dies else [0, 1])
+    assert started.closed() == unused
     started.gone(0)
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["worker and spare", "spare alone"])
-async def test_what_no_front_has_is_closed_with_the_pool(monkeypatch, dies):
-    started = Started(monkeypatch)
-    started.front(0)
-    started.want(0, isolation="spare")
-    await started.say_ready(0, 1)
-    if dies:
-        started.deaths[0]("ended by SIGKILL")
-    started.gone(0)
+async def test_what_no_front_has_is_closed_with_the_pool(left):
+    started, unused = left
     assert started.closed() == []
     closing = asyncio.create_task(started.pool.aclose(WAIT_S))
-    left = [1] if dies else [0, 1]
-    await until(lambda: started.closed() == left)
-    for number in left:
+    await until(lambda: started.closed() == unused)
+    for number in unused:
         started.deaths[number]("ended with status 0")
     await closing
 
 
 async def test_spares_that_die_are_replaced(monkeypatch):
     monkeypatch.setattr(spares, "PAUSE_S", 0.001)
-    started = Started(monkeypatch)
-    started.front(0)
-    started.want(0, isolation="spare")
+    started = Started(monkeypatch, fronts=1, isolation="spare")
     await started.say_ready(0)
     for number in range(1, 5):
         await started.say_ready(number)
         started.deaths[number]("ended by SIGKILL")
-    started.want(0, ticket=2, isolation="spare")  # Whoever comes to the worker next starts no other one.
+    started.want(0, ticket=2)  # Whoever comes to the worker next starts no other one.
     await until(lambda: len(started.processes) == 6)
     started.deaths[0]("ended by SIGSEGV")
-    started.want(0, ticket=3, isolation="spare")
+    started.want(0, ticket=3)
     await started.say_ready(5)
     await until(lambda: len(started.processes) == 7)
     started.gone(0)
@@ -249,10 +221,7 @@ async def test_spares_that_die_are_replaced(monkeypatch):
 @pytest.mark.parametrize("says", ["a front", "the worker", "the worker as it opens"])
 async def test_why_a_worker_ended_is_heard_once_by_each_front(monkeypatch, says):
     """A front puts the reason behind how the worker ended: it must not be in both."""
-    started = Started(monkeypatch)
-    for number in (0, 1):
-        started.front(number)
-        started.want(number)
+    started = Started(monkeypatch, fronts=2)
     if says != "the worker as it opens":
         await started.say_ready(0)
     await until(lambda: started.hears)

@@ -34,17 +34,25 @@ while number < count:
 
 
 @pytest.fixture
-def ring():
-    memory = SharedMemory.create(ring_nbytes(64))
+def memory():
+    made = SharedMemory.create(ring_nbytes(64))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def receiver(memory):
     eventfd = os.eventfd(0, os.EFD_NONBLOCK)
-    yield memory, eventfd
+    yield Receiver(memory, 0, 64, eventfd)
     os.close(eventfd)
-    memory.close()
 
 
-def test_what_was_put_is_taken_once_published(ring):
-    memory, eventfd = ring
-    sender, receiver = Sender(memory, 0, 64, eventfd), Receiver(memory, 0, 64, eventfd)
+@pytest.fixture
+def sender(memory, receiver):
+    return Sender(memory, 0, 64, receiver.eventfd)
+
+
+def test_what_was_put_is_taken_once_published(sender, receiver):
     sender.put(1, 2, 3, 4, -5, 6, 7, 8, 9, 10)
     assert not list(receiver.take())
     sender.publish()
@@ -53,46 +61,39 @@ def test_what_was_put_is_taken_once_published(ring):
     assert sender.room == 64
 
 
-def test_only_a_consumer_that_sleeps_is_woken_and_only_once(ring):
-    memory, eventfd = ring
-    sender, receiver = Sender(memory, 0, 64, eventfd), Receiver(memory, 0, 64, eventfd)
+def test_only_a_consumer_that_sleeps_is_woken_and_only_once(sender, receiver):
     sender.publish()
     with pytest.raises(BlockingIOError):
-        os.eventfd_read(eventfd)
+        os.eventfd_read(receiver.eventfd)
     assert receiver.sleep()
     for _ in range(3):
         sender.put(*range(10))
         sender.publish()
-    assert os.eventfd_read(eventfd) == 1
-    os.eventfd_write(eventfd, 1)
+    assert os.eventfd_read(receiver.eventfd) == 1
+    os.eventfd_write(receiver.eventfd, 1)
     receiver.wake()
     assert len(list(receiver.take())) == 3
     assert receiver.sleep()
     sender.put(*range(10))
     sender.publish()
-    assert os.eventfd_read(eventfd) == 1
+    assert os.eventfd_read(receiver.eventfd) == 1
 
 
-def test_a_consumer_does_not_sleep_over_an_entry(ring):
-    memory, eventfd = ring
-    sender, receiver = Sender(memory, 0, 64, eventfd), Receiver(memory, 0, 64, eventfd)
+def test_a_consumer_does_not_sleep_over_an_entry(sender, receiver):
     sender.put(*range(10))
     sender.publish()
     assert not receiver.sleep()
     assert len(list(receiver.take())) == 1
 
 
-def test_the_beat_is_seen(ring):
-    memory, eventfd = ring
-    sender, receiver = Sender(memory, 0, 64, eventfd), Receiver(memory, 0, 64, eventfd)
+def test_the_beat_is_seen(sender, receiver):
     assert sender.beat_ns == 0
     receiver.beat(123)
     assert sender.beat_ns == 123
 
 
-def test_no_entry_is_lost_torn_or_out_of_order_between_processes(ring):
-    memory, eventfd = ring
-    receiver = Receiver(memory, 0, 64, eventfd)
+def test_no_entry_is_lost_torn_or_out_of_order_between_processes(memory, receiver):
+    eventfd = receiver.eventfd
     command = [sys.executable, "-c", PRODUCER, *map(str, (memory.fd, memory.nbytes, eventfd, COUNT))]
     producer = subprocess.Popen(command, pass_fds=[memory.fd, eventfd], cwd=ROOT)
     try:
@@ -115,12 +116,10 @@ def test_no_entry_is_lost_torn_or_out_of_order_between_processes(ring):
         producer.wait()
 
 
-def test_a_consumer_that_goes_to_sleep_twice_is_woken(ring):
+def test_a_consumer_that_goes_to_sleep_twice_is_woken(sender, receiver):
     # It was woken, and was due to look again anyway, as there was more when it went to sleep before.
-    memory, eventfd = ring
-    sender, receiver = Sender(memory, 0, 64, eventfd), Receiver(memory, 0, 64, eventfd)
     assert receiver.sleep()
     assert receiver.sleep()
     sender.put(*range(1, 11))
     sender.publish()
-    assert os.eventfd_read(eventfd) == 1
+    assert os.eventfd_read(receiver.eventfd) == 1

@@ -42,7 +42,8 @@ def test_an_answer_is_its_end(end):
 def test_to_cancel_it_cancels_its_request_and_answers_nothing():
     work, desk = make()
     cancelled = []
-    work.queued(SimpleNamespace(cancel=cancelled.append), "the request")
+    desk.intake = SimpleNamespace(cancel=cancelled.append)
+    work.requests = ("the request",)
     work.cancel()
     assert work.done()
     assert (cancelled, desk.answers) == (["the request"], [])
