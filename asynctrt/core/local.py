@@ -29,9 +29,11 @@ BUILD_END_S: Final = 10.0
 and ends once the session that it loads is there."""
 
 GIVE_BACK_S: Final = 30.0
-"""How long closing an engine waits until everything is given back, in seconds, and how long the exit of the
-interpreter waits for a late release that has begun. While a kernel hangs, any CUDA call may wait for it:
-loading another kernel does, and holds up all calls of the process."""
+"""How long closing an engine waits until everything is given back, in seconds. While a kernel hangs, any CUDA
+call may wait for it: loading another kernel does, and holds up all calls of the process."""
+
+EXIT_S: Final = 10.0
+"""How long the exit of the interpreter waits for a release that has begun: a library may wait for the GPU."""
 
 ABANDONED_S: Final = 3600.0
 """How long each wait for abandoned batches lasts, in seconds."""
@@ -301,4 +303,4 @@ class _LateRelease:
 
     def _let_end(self) -> None:
         self._is_exiting = True
-        self._releasing.acquire(timeout=GIVE_BACK_S)
+        self._releasing.acquire(timeout=EXIT_S)

@@ -34,8 +34,7 @@ class OutputProbe:
     def observe(
         self, context: Any, stream_handle: int, abilities: Abilities, recorder: ErrorRecorder
     ) -> None:
-        """Try shapes of every profile, skipping those that the engine refuses. This takes the errors of
-        ``recorder``."""
+        """Try shapes of every profile. Where the engine refuses one, this takes its errors."""
         for profile in self._signature.profiles:
             try:
                 if not context.set_optimization_profile_async(profile.index, stream_handle):
