@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import installed
+from tests.helpers import WAIT_S, installed
 
 ROOT = Path(__file__).parent
 CHROMIUM = Path("/usr/bin/chromium")
@@ -133,5 +133,8 @@ def little_reserve(monkeypatch):
 
 @pytest.fixture(scope="session")
 def chromium():
-    """Return the path of Chromium."""
+    """Return the path of Chromium, of which tests expect something for as long as of anything else."""
+    from playwright.async_api import expect
+
+    expect.set_options(timeout=1000 * WAIT_S)
     return installed(CHROMIUM)

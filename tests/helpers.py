@@ -9,11 +9,17 @@ import pytest
 WAIT_S = 30
 
 
+TURNS = 1000
+"""So often a condition of what happens in this process is looked at, without a pause."""
+
+
 async def until(condition):
-    """Give the loop turns until the condition holds."""
+    """Give the loop turns until the condition holds; with pauses in the end, in which other processes run."""
     async with asyncio.timeout(WAIT_S):
+        turns = 0
         while not condition():
-            await asyncio.sleep(0)
+            turns += 1
+            await asyncio.sleep(0 if turns < TURNS else 0.001)
 
 
 def free_port():

@@ -23,7 +23,7 @@ LEAST = {
     "mlp": ["--repeats", "1", "--seconds", "0.05"],
     "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "HTTP no-op, 64"],
     "frameworks": ["--repeats", "1", "--seconds", "0.2", "--only", "asynctrt in"],
-    "several": ["--seconds", "1", "--cost-seconds", "0.1", "--repeats", "1"],
+    "several": ["--seconds", "1", "--cost-seconds", "0.1", "--repeats", "1", "--only", "80/s"],
     "soak": ["--requests", "3000"],
     "lateness": ["--seconds", "0.1", "--repeats", "1"],
     "goodput": [

@@ -55,12 +55,13 @@ def test_files_are_identified_in_the_browser(chromium, tmp_path):
             trouble = []
             page.on("console", lambda said: trouble.append(said.text) if said.type == "error" else None)
             page.on("pageerror", lambda error: trouble.append(str(error)))
-            for _ in range(100):
-                try:
-                    await page.goto(url)
-                    break
-                except Exception:
-                    await anyio.sleep(0.1)
+            with anyio.fail_after(WAIT_S):
+                while True:
+                    try:
+                        await page.goto(url)
+                        break
+                    except Exception:
+                        await anyio.sleep(0.1)
             await expect(page.locator("#state")).to_have_text("connected", timeout=WAIT_S * 1000)
             await page.set_input_files("#files", [str(path) for path in paths])
             await expect(page.locator("#rows tr")).to_have_count(len(paths), timeout=WAIT_S * 1000)

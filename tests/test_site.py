@@ -101,15 +101,17 @@ async def _look(port, chromium):
     asked, trouble = set(), []
     async with async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
-        for width, scheme in ((390, "light"), (1280, "dark")):
-            page = await browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-            page.on("request", lambda request: asked.add(urlsplit(request.url).hostname))
-            page.on("pageerror", lambda error: trouble.append(str(error)))
-            for name in sorted(path.stem for path in DOCS.glob("*.md")):
-                await page.goto(f"http://127.0.0.1:{port}/{name}.html")
+        page = await browser.new_page()
+        page.on("request", lambda request: asked.add(urlsplit(request.url).hostname))
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        for name in sorted(path.stem for path in DOCS.glob("*.md")):
+            await page.goto(f"http://127.0.0.1:{port}/{name}.html")
+            for width, scheme in ((390, "light"), (1280, "dark")):
+                await page.set_viewport_size({"width": width, "height": 800})
+                await page.emulate_media(color_scheme=scheme)
                 assert await page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
-            await page.goto(f"http://127.0.0.1:{port}/tutorial.html")
-            assert await page.locator("button.copybtn").count() > 5
+        await page.goto(f"http://127.0.0.1:{port}/tutorial.html")
+        assert await page.locator("button.copybtn").count() > 5
         for words, title in FOUND.items():
             await page.goto(f"http://127.0.0.1:{port}/search.html?q={words}")
             found = page.locator("ul.search a", has_text=title)

@@ -156,10 +156,11 @@ async def cost(address, seconds):
 
 
 def main():
-    given = arguments(__doc__, seconds=30.0, cost_seconds=1.5, repeats=7)
+    given = arguments(__doc__, seconds=30.0, cost_seconds=1.5, repeats=7, only="")
     figures = {"company": {}, "cost": {}}
     for name, (rows_max, rate) in CASES.items():
-        figures["company"][name] = company(rows_max, rate, given.seconds)
+        if given.only in name:
+            figures["company"][name] = company(rows_max, rate, given.seconds)
     with started("model=tests.benchmarks.serving:noop") as server:
         wait_until_ready(server.url)
         addresses = {

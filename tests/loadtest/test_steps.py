@@ -36,9 +36,10 @@ async def test_each_step_has_its_own_figures():
     assert (login.failed, buy.failed) == (0, 0)
     assert abs(login.count - run.answered) <= 4
     assert abs(buy.count - run.answered) <= 4
-    assert 1 <= login.latency["mean"] < 10
-    assert buy.latency["mean"] >= 20
-    assert run.latency["mean"] >= 30
+    # Timers of uvloop may ring up to 1 ms early, each.
+    assert 0 < login.latency["mean"] < buy.latency["mean"]
+    assert buy.latency["mean"] >= 19
+    assert run.latency["mean"] >= 28
     assert report.as_json()["runs"][0]["steps"]["buy"]["count"] == buy.count
     assert "buy" in render(report).partition("<h2>Steps</h2>")[2].partition("</table>")[0]
 

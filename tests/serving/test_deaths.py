@@ -219,7 +219,7 @@ async def test_a_front_that_hangs_while_it_starts_is_replaced(tmp_path, monkeypa
     hang = tmp_path / "hang"
     monkeypatch.setenv("ASYNCTRT_TEST_HANG", str(hang))
     monkeypatch.setenv("ASYNCTRT_TEST_START_S", "8")
-    async with asyncio.timeout(2 * WAIT_S), running() as server:
+    async with asyncio.timeout(WHOLE_S), running() as server:
         hang.touch()
         server.fronts[0].kill()
         while hang.exists() or len(server.fronts) < 2:
@@ -236,7 +236,7 @@ async def test_a_front_that_hangs_while_it_starts_is_replaced(tmp_path, monkeypa
 async def test_callers_who_always_send_what_fails_fail_nobody_else():
     """Of 40 callers, a twentieth, a fifth and a half, over two fronts, whose rows share batches."""
     async with (
-        asyncio.timeout(WAIT_S),
+        asyncio.timeout(WHOLE_S),
         running("--max-rows=16") as server,
         AsyncExitStack() as stack,
     ):

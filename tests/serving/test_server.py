@@ -509,8 +509,13 @@ class TestMessagesOverGrpc:
                 opener=opener_of(double_model(dims=self.WIDE), {"max_rows": 16}),
             )
             await server.repository.load("wide")
-            await asyncio.sleep(0.1)
-            (line,) = [item.getMessage() for item in caplog.records if "full batch" in item.getMessage()]
+
+            def warnings():
+                return [item.getMessage() for item in caplog.records if "full batch" in item.getMessage()]
+
+            await until(warnings)
+            await asyncio.sleep(0.1)  # It would be said again.
+            (line,) = warnings()
         assert line.startswith("model wide: a full batch has ")
         assert line.endswith("or start the server with a larger max_grpc_message")
 

@@ -55,6 +55,11 @@ async def flood(device, kernels, loads, seconds):
     return {name: run["rows_per_s"] for name, run in zip(engines, found, strict=True)}
 
 
+def quotient(one, other):
+    """Divide; NaN if nothing was answered in a short time on a busy machine."""
+    return one / other if other else float("nan")
+
+
 def main():
     options = arguments(__doc__, device="cuda:0", seconds=1.0, repeats=3)
     device = open_device(options.device)
@@ -76,9 +81,9 @@ def main():
     for pair in PAIRS:
         for case in CASES:
             of_pair = runs[f"{pair[0]}, {pair[1]}, {case}"]
-            shares = [median(of_pair, name) / alone[name] for name in pair]
+            shares = [quotient(median(of_pair, name), alone[name]) for name in pair]
             found[", ".join((*pair, case))] = dict(zip(pair, shares, strict=True))
-            texts = [f"{share:.2f}" for share in (*shares, sum(shares), shares[0] / shares[1])]
+            texts = [f"{share:.2f}" for share in (*shares, sum(shares), quotient(*shares))]
             lines.append((" and ".join(pair), case, *texts))
     show(
         f"two flooded models on one device, {CALLERS} callers each",
