@@ -37,7 +37,7 @@ DELAY_S_MAX: Final = 2.0
 class RemoteError(AsynctrtError):
     """The server answered with an error that asynctrt has no class for."""
 
-    status: int = HTTPStatus.INTERNAL_SERVER_ERROR
+    status: int = HTTPStatus.INTERNAL_SERVER_ERROR.value
     """The HTTP status of the answer."""
 
 

@@ -96,7 +96,7 @@ def describe_request(
     arrays: Mapping[str, Array],
     sizes: Sequence[int] | None,
     *,
-    outputs: Sequence[str] | None = None,
+    outputs: tuple[str, ...] | None = None,
     timeout: float | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:

@@ -724,7 +724,7 @@ def _json_nbytes_of(route: ModelRoute, headers: Headers, body: Body) -> int:
 
 
 def _stated_nbytes(length: bytes) -> int | None:
-    """Return the value of a header that counts bytes; ``None`` if it does not, or takes over 64 bits."""
+    """Return the value of a header that counts bytes; ``None`` if it does not, or has 19 digits."""
     return int(length) if length.isdigit() and len(length) < 19 else None
 
 

@@ -49,6 +49,7 @@ memory several times: as received, in memory shared with a worker, and as answer
 
 def default_limit(settings: ServerSettings) -> int:
     """Return the default limit on the bytes held for all clients."""
+    # The largest body is one part of what clients share.
     wanted, total = max(NBYTES_MAX, SHARE * settings.max_body), memory_nbytes()
     if total is not None:
         wanted = min(wanted, int(total * SHARE_OF_MEMORY / settings.fronts))

@@ -6,7 +6,8 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 SHARE: Final = 4
-"""One part in this many is kept for clients that have none yet: of places, memory and pipelines."""
+"""What clients share has this many parts: of places, memory and pipelines, one is kept for clients that have
+none yet. With one part taken by answers that nobody reads, their connections are closed."""
 
 
 class Places(Generic[T]):

@@ -247,7 +247,7 @@ class WebSocketSession:
         self._failed(seen.request_id, error, binary=seen.is_binary)
 
     def _failed(self, request_id: str, error: BaseException | None, *, binary: bool) -> None:
-        """Answer a message that could not be handled."""
+        """Answer a message that was cancelled or could not be handled."""
         text, status = "cancelled", CANCELLED_STATUS
         if not isinstance(error, asyncio.CancelledError):
             if not isinstance(error, AsynctrtError):

@@ -125,7 +125,10 @@ class HostDevice:
         return stream
 
     def stream_of(self, handle: int) -> HostStream:
-        """Return the stream with that handle, for libraries that take handles as with CUDA."""
+        """Return the stream with that handle, for libraries that take handles as with CUDA.
+
+        :raises DeviceError: if no stream has it.
+        """
         stream = self._streams.get(handle)
         if stream is None:
             raise DeviceError(f"no stream of {self!r} has the handle {handle}")
