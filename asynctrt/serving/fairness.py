@@ -37,7 +37,7 @@ DEAD_MIN: Final = 64
 
 
 class Ticket:
-    """One request at the gate: its cost in rows, and its priority among those of its client."""
+    """One request at the gate: its cost in rows, and its priority among its client's requests."""
 
     __slots__ = ("deadline_ns", "is_inside", "is_light", "is_waiting", "lane", "priority", "rows")
 

@@ -7,7 +7,7 @@ T = TypeVar("T", bound=Hashable)
 
 SHARE: Final = 4
 """What clients share has this many parts: of places, memory and pipelines, one is kept for clients that have
-none yet. With one part taken by answers that nobody reads, their connections are closed."""
+none yet."""
 
 
 class Places(Generic[T]):
