@@ -1,5 +1,6 @@
 """Open the file of a model, of whichever kind, with an error that says what is wrong with its path."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import ENAMETOOLONG, ENOENT, ENOTDIR
@@ -13,7 +14,7 @@ from asynctrt.errors import DESCRIBED_MAX, ModelError, ModelNotFoundError, bound
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
     """Open a plan or another model file for reading; a pipe, which would block, is refused."""
-    if "\0" in str(path):
+    if not _can_exist(path):
         raise _missing(path)
     try:
         with open_regular(path) as file:
@@ -26,6 +27,13 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         raise ModelError(
             f"{_shown(path)} cannot be read: {error.strerror}. Check its owner and mode"
         ) from error
+
+
+def _can_exist(path: Path) -> bool:
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # A lone surrogate.
+        return False
 
 
 def _missing(path: Path) -> ModelNotFoundError:

@@ -27,7 +27,8 @@ early enough for the slowest ones, each would miss requests that could still hav
 
 SURE_SAMPLES: Final = 4
 """How many batches of a size make its times reliable: ``typical`` is then the second shortest time, so
-neither a slow batch nor a single fast one decides it."""
+neither a slow batch nor a single fast one decides it; and the shortest is most likely without one-time
+work."""
 
 FORGOTTEN_AFTER: Final = 128
 """A size is forgotten if it does not occur in this many batches of its key. Otherwise a time that has become

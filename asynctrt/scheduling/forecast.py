@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 from asynctrt.errors import DeadlineUnreachableError
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.batch_times import BatchTimes
-from asynctrt.scheduling.concurrency import LEAD_MARGIN_NS, Concurrency
+from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.queues import BucketQueue
@@ -40,10 +40,11 @@ its batch, but at least ``PROBE_NS_MIN`` and at most ``PROBE_NS_MAX``, before ac
 prediction costs about an eighth of the device's time and 50 batches a second at most, and even the worst one
 is tested every 10 s."""
 
+MARGIN_NS_MIN: Final = 100_000
 MARGIN_SHARE: Final = 16
-"""The compute time divided by this, but at least ``LEAD_MARGIN_NS`` and at most ``DEADLINE_MARGIN_NS``, is
-reserved for what is not measured, such as other callbacks on the event loop. ``LEAD_MARGIN_NS``
-alone was used first, but the times of longer batches vary by more."""
+"""The compute time divided by ``MARGIN_SHARE``, but at least ``MARGIN_NS_MIN`` and at most
+``DEADLINE_MARGIN_NS``, is reserved for what is not measured, such as other callbacks on the event loop.
+``MARGIN_NS_MIN`` alone was used first, but the times of longer batches vary by more."""
 
 Choose = Callable[[int], tuple[Sequence[Request], int]]
 """Given the most rows of a batch, returns its requests and their rows."""
@@ -180,7 +181,7 @@ class Forecast:
         compute_ns = self._times.occupied.late(key.shape, self._rows_to_run(key, rows))
         if compute_ns is None:
             return None
-        margin_ns = min(max(compute_ns // MARGIN_SHARE, LEAD_MARGIN_NS), DEADLINE_MARGIN_NS)
+        margin_ns = min(max(compute_ns // MARGIN_SHARE, MARGIN_NS_MIN), DEADLINE_MARGIN_NS)
         return compute_ns + self._times.copy_out_ns(key, rows) + margin_ns
 
     def fit(

@@ -24,7 +24,7 @@ def read(request):
     return READERS[request.param]
 
 
-@pytest.mark.parametrize("name", ["missing", "a\0b", "file/m", "n" * 5000, "missing/m"])
+@pytest.mark.parametrize("name", ["missing", "a\0b", "a\ud800b", "file/m", "n" * 5000, "missing/m"])
 def test_a_path_of_no_file(tmp_path, read, name):
     (tmp_path / "file").touch()
     for suffix in (".onnx", ".plan"):

@@ -19,8 +19,8 @@ def took_ns(rows):
     return (2 + 2 * rows) * MS
 
 
-def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SURE_SAMPLES, **policy):
-    """A scheduler that knows what batches take."""
+def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SURE_SAMPLES, part=1.0, **policy):
+    """A scheduler that knows what batches take: a part of what `took_ns` says."""
     plan = Scheduler(
         policy=Policy(
             rows_max, answers_in_time=True, is_pipelined=pipelined, concurrency=1 + pipelined, **policy
@@ -36,7 +36,7 @@ def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SURE_SA
     for _ in range(max(samples, 16 * pipelined)):
         for rows in sizes:
             submit(plan, rows, now_ns=-9_000 * MS)
-            finish(plan, plan.next_batch(-9_000 * MS), -9_000 * MS, compute_ns=took_ns(rows))
+            finish(plan, plan.next_batch(-9_000 * MS), -9_000 * MS, compute_ns=int(took_ns(rows) * part))
     plan.queue._forecast._probe_ns = 10**18
     return plan
 
@@ -86,6 +86,13 @@ def test_a_batch_ends_in_time_for_all_in_it(timeouts_ms, launched, given_up):
         assert took_ns(batch.rows) + MARGIN <= request.deadline_ns + request.reserve_ns
     assert [request.state for request in requests].count(State.EXPIRED) == given_up
     assert plan.snapshot().counters.expired == given_up
+
+
+def test_short_batches_have_a_tenth_of_a_millisecond_to_spare():
+    plan = measured(part=0.1)
+    tight, other = take(plan, 0.68, 9)  # Together they compute for 0.6 ms, alone for 0.4.
+    assert launch(plan).requests == (tight,)
+    assert other.state is State.QUEUED
 
 
 def test_the_wait_for_the_device_is_counted():
