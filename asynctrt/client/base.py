@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from asynctrt._util.forks import Origin
 from asynctrt._util.loops import running_loop
@@ -31,7 +31,14 @@ from asynctrt.limits import limits_here
 from asynctrt.tensors import Array, TensorSpec
 
 T = TypeVar("T")
-Wanted = Mapping[str, Any]
+
+
+class Wanted(NamedTuple):
+    """What a request asks for besides a model and inputs, as :func:`describe_request` takes it."""
+
+    outputs: tuple[str, ...] | None
+    timeout: float | None
+    priority: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +148,7 @@ class Client(ABC):
         self._check_loop()
         check_names(model, version)
         deadline = _limited(seconds_of("deadline", deadline))
-        wanted = {
-            "outputs": names_of(outputs),
-            "timeout": queue_timeout(timeout, deadline),
-            "priority": priority,
-        }
+        wanted = Wanted(names_of(outputs), queue_timeout(timeout, deadline), priority)
         send = partial(self._infer, model, version, inputs, wanted)
         is_idempotent = self._settings.idempotent if idempotent is None else idempotent
         return await self._persist(send, deadline, is_idempotent=is_idempotent)
@@ -171,10 +174,7 @@ class Client(ABC):
 
     @abstractmethod
     async def _infer(self, model: str, version: str, inputs: Any, wanted: Wanted) -> dict[str, Array]:
-        """Send a request once, and return its answer.
-
-        :param wanted: outputs, timeout and priority, as :func:`describe_request` takes them.
-        """
+        """Send a request once, and return its answer."""
 
     @abstractmethod
     async def _describe(self, model: str, version: str) -> dict[str, Any]:

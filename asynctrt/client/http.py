@@ -106,7 +106,7 @@ class HttpClient(OneServer):
         if self._takes_binary is None:
             self._takes_binary = await self._learns_binary()
         tensors = [write_tensor(array) for array in arrays.values()] if self._takes_binary else None
-        body, headers = write_request(arrays, tensors, **wanted)
+        body, headers = write_request(arrays, tensors, **wanted._asdict())
         answer, given = await self._ask("POST", f"{_path(model, version)}/infer", body, headers)
         # The caller may write to its outputs, so they are copies.
         return {name: array.copy() for name, array in read_answer(answer, given).items()}

@@ -165,14 +165,14 @@ class WebSocketClient(OneServer):
     ) -> bytes:
         """Return the part of a request's head that follows the id."""
         shapes = tuple([(name, array.dtype, array.shape) for name, array in arrays.items()])
-        key = (model, version, shapes, sizes, *wanted.values())
+        key = (model, version, shapes, sizes, wanted)
         known = self._heads.get(key)
         if known is not None:
             return known
         content: dict[str, Any] = {"model_name": model}
         if version:
             content["model_version"] = version
-        content |= describe_request(arrays, sizes, **wanted)
+        content |= describe_request(arrays, sizes, **wanted._asdict())
         rest = b"," + dump(content)[1:]
         remember(self._heads, key, rest)
         return rest

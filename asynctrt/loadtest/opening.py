@@ -101,9 +101,19 @@ async def _open(spec: TargetSpec) -> Target:
         from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415
 
         return await open_plain_target(spec)
-    protocol = "websocket" if is_websocket else "grpc" if spec.scheme in ("grpc", "grpcs") else "http"
-    module = import_module(f"asynctrt.loadtest.{protocol}_target")
-    target: Any = getattr(module, f"{protocol.capitalize()}Target")(spec)
+    target: Any
+    if is_websocket:
+        from asynctrt.loadtest.websocket_target import WebsocketTarget  # noqa: PLC0415
+
+        target = WebsocketTarget(spec)
+    elif spec.scheme in ("grpc", "grpcs"):
+        from asynctrt.loadtest.grpc_target import GrpcTarget  # noqa: PLC0415
+
+        target = GrpcTarget(spec)
+    else:
+        from asynctrt.loadtest.http_target import HttpTarget  # noqa: PLC0415
+
+        target = HttpTarget(spec)
     try:
         await target.open()
     except BaseException as error:

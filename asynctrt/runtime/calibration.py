@@ -18,7 +18,7 @@ from asynctrt._util.cancellation import current
 from asynctrt.devices.base import Buffer
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
-from asynctrt.runtime.graphs import CAPTURE_S
+from asynctrt.runtime.graphs import TRIAL_S
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.prepare import CHANGE_NS_MIN, ROUNDS, time_of_change
 from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of, staged
@@ -168,8 +168,8 @@ class _Bench:
         for context in self._contexts:
             end = self._stage.device.create_event(is_timed=False)
             context.stream.record(end)  # Later batches must not get an error left there.
-            if not end.synchronize(CAPTURE_S):
-                raise DeviceLostError(f"a batch of zeros did not end within {CAPTURE_S:g} s")
+            if not end.synchronize(TRIAL_S):
+                raise DeviceLostError(f"a batch of zeros did not end within {TRIAL_S:g} s")
 
     def measure(self) -> Calibration:
         """Measure, and return the lanes that pay off."""
@@ -328,7 +328,7 @@ class _Bench:
     def _wait_for(self, flight: InFlight) -> None:
         if self._cancellation.is_cancelled:
             raise UsageError("no more batches of zeros are run, because the opening was cancelled")
-        flight.wait("a batch of zeros", CAPTURE_S)
+        flight.wait("a batch of zeros", TRIAL_S)
 
 
 def _distance(sample: Sample) -> float:

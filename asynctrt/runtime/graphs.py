@@ -29,8 +29,8 @@ from asynctrt.errors import DeviceError, DeviceLostError
 from asynctrt.runtime.staging import Slab
 from asynctrt.runtime.trial import SAMPLES, Expected, NoTrial, Trial
 
-CAPTURE_S: Final = 60.0
-"""The timeout of a batch before the engine is open, in seconds."""
+TRIAL_S: Final = 60.0
+"""The timeout of a batch that no caller waits for, in seconds."""
 
 
 class CallByCall:
@@ -253,9 +253,9 @@ class Capture:
 def wait_for(stream: Stream, end: Event, what: str, timeout_s: float | None = None) -> None:
     """Block until the stream's work so far is done, and raise its error if it failed.
 
-    :param timeout_s: Default: :data:`CAPTURE_S`.
+    :param timeout_s: Default: :data:`TRIAL_S`.
     """
-    timeout_s = timeout_s or CAPTURE_S
+    timeout_s = timeout_s or TRIAL_S
     stream.record(end)
     if not end.synchronize(timeout_s):
         raise DeviceLostError(f"{what} did not end within {timeout_s:g} s")

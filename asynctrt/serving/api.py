@@ -655,8 +655,7 @@ class Api:
         given = [parameter for parameter in parameters if parameter != "unload_dependents"]
         if given:
             raise UnsupportedError(
-                f"unsupported load parameter {min(given)!r:.40}: models are loaded as the server is "
-                "configured"
+                f"unsupported parameter {min(given)!r:.40}: models are loaded as the server is configured"
             )
         if verb not in ("load", "unload"):
             raise UnknownModelError(f"unknown action {verb!r:.40}; models have load and unload")
@@ -724,7 +723,7 @@ def _json_nbytes_of(route: ModelRoute, headers: Headers, body: Body) -> int:
 
 
 def _stated_nbytes(length: bytes) -> int | None:
-    """Return the value of a header that counts bytes; ``None`` if it does not, or has 19 digits."""
+    """Return the value of a header that counts bytes; ``None`` if it does not, or has over 18 digits."""
     return int(length) if length.isdigit() and len(length) < 19 else None
 
 

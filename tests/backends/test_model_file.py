@@ -1,4 +1,4 @@
-"""Paths of models: whoever reads the file, what is wrong with the path is said the same way."""
+"""Paths of models: a wrong one gives the same error, whatever reads the file."""
 
 from pathlib import Path
 

@@ -138,7 +138,7 @@ AGAIN = 256
 
 
 async def answered_again_s(callers):
-    """Return how long it takes until so many more requests were answered as were not on their way before."""
+    """Return how long it takes until ``AGAIN`` more requests have been answered."""
     began_s, before = time.perf_counter(), callers.answered
     while callers.answered < before + AGAIN:
         await asyncio.sleep(0.001)

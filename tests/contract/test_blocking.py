@@ -212,7 +212,7 @@ async def test_what_was_not_warmed_up_in_the_same_memory_is_not_captured(subject
 
 
 async def test_temporary_storage_makes_no_enqueue_wait(subject_of):
-    """It is allocated and freed in the order of streams, so the loop enqueues such batches itself."""
+    """It is allocated and freed in the order of streams: while one batch hangs, others go on."""
     subject = subject_of(temporary_nbytes=10_000)
     taken, take = [], DeviceMemory.take
     async with subject.open(contexts=3, arenas=3) as engine:

@@ -423,7 +423,7 @@ class TestAnEngine:
         made.close(WAIT_S)
 
     async def test_a_batch_that_hangs_while_it_is_captured_does_not_hang_opening(self, monkeypatch):
-        monkeypatch.setattr("asynctrt.runtime.graphs.CAPTURE_S", 0.01)
+        monkeypatch.setattr("asynctrt.runtime.graphs.TRIAL_S", 0.01)
         gate = Gate()
         model = double_model(gate)
         model.capabilities = replace(model.capabilities, is_capturable=True)

@@ -34,7 +34,7 @@ def path(tmp_path):
 
 @asynccontextmanager
 async def opened(model, *, left=0, **settings):
-    """An engine; so many sessions of its model may be left when it is closed."""
+    """An engine. When it is closed, ``left`` sessions of its model are left."""
     settings = {"contexts": 2, "max_rows": 4, "graphs": (1, 2, 4), "lanes": 2, **settings}
     try:
         async with asynctrt.open(model, device=in_place(), **settings) as engine:

@@ -22,7 +22,7 @@ from asynctrt.backends.tensorrt.messages import (
     LogSubscription,
     TensorRTErrors,
     callback,
-    create_noting,
+    create_with_errors,
     keep_alive,
     log_of,
 )
@@ -246,7 +246,7 @@ def _flags(options: BuildOptions) -> list[str]:
 
 def _create(made: _Build) -> None:
     module, options = made.flavour.module, made.options
-    made.builder, said = create_noting(module.Builder, module, made.log)
+    made.builder, said = create_with_errors(module.Builder, module, made.log)
     if made.builder is None:
         raise DeviceUnavailableError(
             f"{made.flavour.title} cannot build here. It needs a GPU and its driver: check with nvidia-smi. "

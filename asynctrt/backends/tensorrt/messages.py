@@ -287,7 +287,7 @@ def make_recorder(module: Any) -> ErrorRecorder:
     return Recorder()
 
 
-def create_noting(kind: Any, module: Any, told: LogSubscription) -> tuple[Any, tuple[str, ...]]:
+def create_with_errors(kind: Any, module: Any, told: LogSubscription) -> tuple[Any, tuple[str, ...]]:
     """Create a runtime or a builder, and return it with the errors: TensorRT only logs that CUDA fails."""
     try:
         return kind(log_of(module)), told.take()

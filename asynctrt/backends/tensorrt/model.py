@@ -28,7 +28,7 @@ from asynctrt.backends.tensorrt.memory import (
 from asynctrt.backends.tensorrt.messages import (
     LogSubscription,
     TensorRTErrors,
-    create_noting,
+    create_with_errors,
     keep_alive,
     log_of,
     make_recorder,
@@ -254,7 +254,7 @@ def _create_cache(loaded: Loaded) -> KernelCache | None:
 
 def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> Any:
     """Create TensorRT's ``Runtime``. If CUDA fails, TensorRT logs an error and creates an empty object."""
-    runtime, said = create_noting(flavour.module.Runtime, flavour.module, log)
+    runtime, said = create_with_errors(flavour.module.Runtime, flavour.module, log)
     if runtime is None or said:
         # Never destroyed, because TensorRT 11.4 crashes in the destructor of the empty object.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))

@@ -164,7 +164,9 @@ class CudaContext:
 
     def activate(self) -> None:
         self._origin.check(self._what)
-        self.check(driver.cuCtxSetCurrent(self._context)[0], "making it the current device")
+        code = driver.cuCtxSetCurrent(self._context)[0]
+        if code != _OK:
+            raise self.failed(code, "making it the current device")
 
     def memory(self) -> MemoryFigures:
         self.activate()

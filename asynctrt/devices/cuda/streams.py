@@ -147,12 +147,14 @@ class CudaStream:
         event = _own(event)
         event.begin(self, self._after)
         code = driver.cuEventRecord(event.cuda, self._cuda)[0]
-        self._context.check(code, "recording an event")
+        if code != _OK:  # Without a call, as several for each batch.
+            raise self._context.failed(code, "recording an event")
 
     def wait(self, event: Event) -> None:
         event = _own(event)
         code = driver.cuStreamWaitEvent(self._cuda, event.cuda, 0)[0]
-        self._context.check(code, "a wait for an event")
+        if code != _OK:
+            raise self._context.failed(code, "a wait for an event")
         self._after = ref(event), event.recording
 
     def copy(self, target: Buffer, source: Buffer, *, offset: int, nbytes: int) -> None:
@@ -273,7 +275,8 @@ class CudaGraph:
 
     def launch(self, *, stream: Stream) -> None:
         code = driver.cuGraphLaunch(self._exec, stream.handle)[0]
-        self._context.check(code, "launching a graph")
+        if code != _OK:
+            raise self._context.failed(code, "launching a graph")
 
     def close(self) -> None:
         graph, self._graph = self._graph, None

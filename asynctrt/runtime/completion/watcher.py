@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Final
 
+from asynctrt._util.clock import NEVER_NS
 from asynctrt.devices.base import Completion
-
-NEVER_NS: Final = 2**63 - 1
 
 CHECKS: Final = 16
 """The number of checks within the time after which an event counts as hung."""
